@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -93,6 +94,13 @@ struct MeshPart {
   std::vector<std::byte> value;
   std::shared_ptr<const DeviceSources> sources = {};  // null: Weft's own suffice
 };
+
+template <class Mesh>
+MeshPart mesh_part(std::string type, const Mesh& mesh, std::shared_ptr<const DeviceSources> sources = {}) {
+  MeshPart part{std::move(type), std::vector<std::byte>(sizeof mesh), std::move(sources)};
+  std::memcpy(part.value.data(), &mesh, sizeof mesh);
+  return part;
+}
 
 // The ranks of a communicator that is being made.
 struct Group {

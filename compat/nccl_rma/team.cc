@@ -20,6 +20,13 @@ std::string introduction(const proxy::Network& network) {
   return text("weft rma {} {}\n", kProtocol, network.provider->name());
 }
 
+// The stream for copies, and what the driver makes at the first one, are there before a kernel waits for a copy.
+Status warm_copies(const Region& region) {
+  uint64_t word = 0;
+  return transfer::copy_to_host(&word, region.range.data, std::min<uint64_t>(region.range.bytes, sizeof word),
+                                region.range);
+}
+
 }  // namespace
 
 Team::Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
@@ -95,6 +102,7 @@ Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint
   region->parts.resize(links_.size());
   const auto prepare = [&]() -> Result<std::string> {
     WEFT_TRY_ASSIGN(region->range, range_of(data, bytes, pointer_kind));
+    if (region->is_on_gpu()) WEFT_TRY(warm_copies(*region));
     WEFT_TRY_ASSIGN(region->memory,
                     engine_->enroll(region->range, transfer::kRemoteRead | transfer::kRemoteWrite));
     WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*region->memory));
@@ -138,10 +146,23 @@ Status Team::attach(Region& region, const std::vector<std::string>& descriptors)
     if (peer != rank_) {
       WEFT_TRY_ASSIGN(part.remote, engine_->attach(std::string_view(descriptor).substr(end + 1), until));
       part.is_staged = part.remote->is_staged();
+      if (part.is_staged || region.memory->is_staged())
+        WEFT_TRY(open_slots(region, peer, part.remote, until));
     }
     std::lock_guard lock(mutex_);
     region.parts[static_cast<size_t>(peer)] = std::move(part);
   }
+  return {};
+}
+
+// Staged writes go through pinned slots of both ends, made at the first write. By then a kernel may spin for its bytes,
+// and the driver may pin nothing before that kernel ends. So a write of nothing makes them here.
+Status Team::open_slots(const Region& region, int peer, const std::shared_ptr<transfer::Remote>& remote,
+                        Deadline until) {
+  if (slots_open_.contains(peer)) return {};
+  WEFT_TRY_ASSIGN(const auto nothing, engine_->write({region.memory, 0, remote, 0, 0, {}}));
+  WEFT_TRY(engine_->wait(nothing, until));
+  slots_open_.insert(peer);
   return {};
 }
 

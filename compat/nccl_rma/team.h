@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -103,6 +104,8 @@ class Team {
        std::shared_ptr<MeetingBootstrap> meeting);
   Status meet(const std::string& introduction);
   Result<std::vector<std::string>> exchange(const char* what, const Result<std::string>& mine);
+  Status open_slots(const Region& region, int peer, const std::shared_ptr<transfer::Remote>& remote,
+                    Deadline until);
   Status attach(Region& region, const std::vector<std::string>& descriptors);
   void run();
   static Status closed();
@@ -140,6 +143,8 @@ class Team {
   Placer placer_;
   std::vector<Link> links_;  // by rank
   std::unordered_map<const transfer::Peer*, int> rank_of_;
+  std::set<int>
+      slots_open_;  // under collective_: peers whose slots for staged writes are made, here and there
   std::unordered_map<uint32_t, std::shared_ptr<Region>> regions_;
   uint32_t regions_made_ = 0;
   std::map<uint32_t, Context> contexts_;

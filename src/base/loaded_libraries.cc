@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <set>
 
+#include "base/config.h"
 #include "base/text.h"
 
 namespace weft {
@@ -56,6 +57,26 @@ std::vector<std::string> nvidia_library_paths(std::string_view package, std::str
     paths.push_back(text("{}/{}", folder, file));
   paths.push_back(text("/opt/{}/lib/{}", package, file));
   return paths;
+}
+
+Result<std::string> nvidia_library(const NvidiaLibrary& library, const std::string& configured,
+                                   const std::vector<std::string>& loaded) {
+  if (configured == "none") return Status::make(Code::kUnsupported, "{} is none", library.variable);
+  if (!configured.empty()) return expand_home(configured);
+  if (loaded.size() > 1)
+    return Status::make(Code::kUnsupported,
+                        "this process has loaded two copies of {}, {} and {}; {} says which to use",
+                        library.title, loaded[0], loaded[1], library.variable);
+  if (loaded.size() == 1) return loaded[0];
+  std::string tried;
+  for (const std::string& path : nvidia_library_paths(library.package, library.file)) {
+    std::error_code ignored;
+    if (fs::exists(path, ignored)) return path;
+    tried += (tried.empty() ? "" : ", ") + path;
+  }
+  return Status::make(Code::kUnsupported,
+                      "no {} is loaded, nor found (pip install nvidia-{}-cu13, or set {}); looked at {}",
+                      library.title, library.package, library.variable, tried);
 }
 
 }  // namespace weft

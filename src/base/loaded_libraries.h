@@ -3,12 +3,15 @@
 // Which shared libraries are in this process, and where those of NVIDIA's Python packages lie.
 //   for (const std::string& path : loaded_libraries("libnccl.so")) ...          // the copies that are loaded
 //   for (const std::string& path : nvidia_library_paths("nccl", "libnccl.so.2")) ...   // where one may be, best first
+//   WEFT_TRY_ASSIGN(std::string path, nvidia_library(kNccl, config().nccl_library, loaded_libraries("libnccl.so")));
 // Threads: any.
 #pragma once
 
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/status.h"
 
 namespace weft {
 
@@ -22,5 +25,17 @@ std::vector<std::string> nvidia_packages();
 // Where the library `file` of NVIDIA's package `package` may be: those folders, then the system's. Nobody has looked
 // whether it is there.
 std::vector<std::string> nvidia_library_paths(std::string_view package, std::string_view file);
+
+struct NvidiaLibrary {
+  const char* title;     // "NCCL"
+  const char* package;   // "nccl"
+  const char* file;      // "libnccl.so.2"
+  const char* variable;  // "WEFT_NCCL_LIBRARY"
+};
+
+// The copy to open: the user's choice, `configured`, else the one of `loaded`, else the first that is there. Errors:
+// kUnsupported where the choice is "none", where two are loaded, and where none is found.
+Result<std::string> nvidia_library(const NvidiaLibrary& library, const std::string& configured,
+                                   const std::vector<std::string>& loaded);
 
 }  // namespace weft

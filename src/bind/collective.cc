@@ -180,8 +180,7 @@ void bind_collective(nb::module_& module) {
             return value_or_throw(self.wait_for_sender(first));
           },
           "first"_a)
-      .def_prop_rw("timeout_s", &CollectiveRunner::timeout_s, &CollectiveRunner::set_timeout_s)
-      .def("check_fault", [](CollectiveRunner& self) { check(self.fault()); });
+      .def_prop_rw("timeout_s", &CollectiveRunner::timeout_s, &CollectiveRunner::set_timeout_s);
 }
 
 }  // namespace weft

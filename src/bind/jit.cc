@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/config.h"
-#include "base/cuda_driver.h"
 #include "bind/bind.h"
 #include "jit/compile.h"
 #include "jit/host_compile.h"
@@ -176,15 +175,6 @@ void bind_jit(nb::module_& module) {
       nb::arg("key"), "The generated source that NVRTC gets for a key.");
   module.def("host_kernel_ns", &host_kernel_ns,
              "Processor time that the calling thread has spent in kernels on the host since it first asked.");
-  module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
-  module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
-  module.def(
-      "cuda_unusable_reason",
-      [] {
-        const Result<const CudaDriver*> driver = cuda_driver();
-        return driver.ok() ? std::string() : driver.status().message();
-      },
-      "Empty where CUDA devices can be used, else why not.");
 }
 
 }  // namespace weft

@@ -291,7 +291,6 @@ void bind_moe(nb::module_& module) {
            })
       .def("reclaim", [](MoeBuffer& self, uint64_t stream) { check(self.reclaim(pointer<void>(stream))); })
       .def("follow", [](MoeBuffer& self, uint64_t stream) { check(self.follow(pointer<void>(stream))); })
-      .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
       .def(
           "trace_view",
           [](MoeBuffer& self, nb::object owner) {

@@ -77,11 +77,8 @@ uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes);
 
 // Enough for every dispatch and combine of these sizes, as lines too, whatever the payload; rows of `hidden`
 // bf16 channels.
-// The zero-copy rows [Le][R * M] of zero_copy_row_bytes() are not part of it: they are local memory.
+// The zero-copy rows [Le][R * M] are not part of it: they are local memory.
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden);
-WEFT_DEVICE constexpr uint64_t zero_copy_row_bytes(uint64_t hidden) {
-  return (hidden + hidden / 64) * 2;
-}
 
 std::string to_text(const LowLatencyPlan& plan);
 

@@ -453,6 +453,29 @@ TYPED_TEST(ChannelTest, WhatIsUnderWaySurvivesTheGrowthOfItsWindow) {
   this->on_ranks(what_is_under_way_survives_the_growth_of_its_window);
 }
 
+// Kernels may be handed wrong offsets: a port refuses them before anything leaves.
+template <class R>
+void what_lies_outside_the_window_is_an_error_and_not_sent(R& rank) {
+  uint32_t peer = rank.right();
+  while (rank.window->base(static_cast<int>(peer))) peer = (peer + 1) % rank.size();
+  const uint64_t end = rank.window->bytes();
+  rank.to(peer).put(Warp{}, end - 16, kSignals, 32);
+  const auto fault = [&] { return rank.comm->port_link()->fault(); };
+  ASSERT_TRUE(wait_until(Deadline::after_s(10), [&] { return !fault().ok(); }));
+  EXPECT_EQ(fault().code(), Code::kInvalid);
+  const std::string sentence = text("a put or signal to rank {} lies outside the window", peer);
+  EXPECT_NE(fault().message().find(sentence), std::string::npos) << fault().message();
+  EXPECT_NE(fault().message().find(text("rank {}, ", rank.self())), std::string::npos) << fault().message();
+  ASSERT_TRUE(rank.comm->barrier().ok());
+  EXPECT_EQ(rank.at(end - 1), kPoison);
+}
+TYPED_TEST(ChannelTest, WhatLiesOutsideTheWindowIsAnErrorAndNotSent) {
+  if constexpr (MappedMeshOnly<typename TypeParam::Mesh>)
+    GTEST_SKIP() << "loads and stores go where they are told";
+  if constexpr (!MappedMeshOnly<typename TypeParam::Mesh>)
+    this->on_ranks(what_lies_outside_the_window_is_an_error_and_not_sent);
+}
+
 TEST(Conformance, EveryTransportIsTested) {
   for (const Transport* transport : transports()) {
     const auto is_it = [&](std::string_view tested) { return tested == transport->name(); };

@@ -108,23 +108,6 @@ TEST_F(NvshmemPorts, WordsChangeBehindEveryEarlierPut) {
   });
 }
 
-TEST_F(NvshmemPorts, WhatLiesOutsideTheWindowIsAnErrorAndNotSent) {
-  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
-    auto comm = make_comm(boot);
-    ASSERT_TRUE(comm.ok()) << comm.status().message();
-    auto window = Window::create(*comm, 4096);
-    ASSERT_TRUE(window.ok());
-    const auto mesh = testing::mesh_of<NvshmemMesh>(**window);
-    const auto peer = static_cast<uint32_t>(1 - (*comm)->rank());
-    mesh.to(peer).put(OneThread{}, (*window)->bytes() - 16, 0, 32);
-    const Status why = (*comm)->port_link()->fault();
-    EXPECT_EQ(why.code(), Code::kInvalid);
-    EXPECT_THAT(why.message(),
-                HasSubstr(text("rank {}, nvshmem: a put or signal to rank {} lies outside", 1 - peer, peer)));
-    ASSERT_TRUE((*comm)->barrier().ok());
-  });
-}
-
 TEST_F(NvshmemPorts, ACallThatNvshmemHoldsNamesThePeer) {
   Settings::set({{"STAND_IN_QUIET_MS", "1500"}});
   run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {

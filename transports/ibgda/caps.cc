@@ -5,6 +5,7 @@
 
 #include "transports/ibgda/nic.h"
 #include "transports/ibgda/wire.h"
+#include "transports/port_fault.h"
 
 namespace weft::ibgda {
 namespace {
@@ -106,10 +107,7 @@ Status status_of(const FaultBox& fault) {
   const uint32_t syndrome = fault.detail & 255;
   switch (fault.site) {
     case Site::kPortRange:
-      return Status::invalid(
-          "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, "
-          "offset {}",
-          who, fault.peer, fault.expected, fault.seen);
+      return outside_window("ibgda", fault);
     case Site::kQueueRefused:
       return Status::make(
           is_own_fault(syndrome) ? Code::kSystem : Code::kPeerLost,

@@ -13,6 +13,7 @@
 #include "transports/ibgda/caps.h"
 #include "transports/ibgda/channel.cuh"
 #include "transports/ibgda/queues.h"
+#include "transports/lost_peers.h"
 #include "transports/transport.h"
 
 namespace weft {
@@ -103,9 +104,7 @@ class IbgdaLink : public Link {
                          queues_->batch(),
                          is_near,
                          0};
-    MeshPart part{"IbgdaMesh", std::vector<std::byte>(sizeof mesh)};
-    std::memcpy(part.value.data(), &mesh, sizeof mesh);
-    return part;
+    return mesh_part("IbgdaMesh", mesh);
   }
 
   Status status() override {
@@ -119,11 +118,7 @@ class IbgdaLink : public Link {
   void lose(int peer, const std::string&) override {
     if (queues_) queues_->forgo(peer);
   }
-  void on_lost(std::function<void(int, const std::string&)> tell) override {
-    std::lock_guard lock(mutex_);
-    tell_ = std::move(tell);
-    for (const auto& [peer, how] : broken_) tell_(peer, how);
-  }
+  void on_lost(LostPeers::Tell tell) override { broken_.listen(std::move(tell)); }
 
  private:
   struct Known {
@@ -192,15 +187,14 @@ class IbgdaLink : public Link {
   void note(const FaultBox& fault) {
     const Status why = logged(status_of(fault));
     const int peer = static_cast<int>(fault.peer);
-    std::lock_guard lock(mutex_);
-    if (fault.site == Site::kPortRange) {
-      if (wrong_.ok()) wrong_ = why;
-      return;
+    {
+      std::lock_guard lock(mutex_);
+      Status& first = fault.site == Site::kPortRange ? wrong_ : lost_;
+      if (first.ok()) first = why;
     }
-    if (lost_.ok()) lost_ = why;
-    if (!broken_.try_emplace(peer, text("is lost: {}", why.message())).second) return;
-    if (fault.site == Site::kQueueRefused) queues_->forgo(peer);
-    if (tell_ && peer != rank_) tell_(peer, broken_.at(peer));
+    if (fault.site == Site::kPortRange) return;
+    const bool is_first = broken_.add(peer, text("is lost: {}", why.message()));
+    if (is_first && fault.site == Site::kQueueRefused) queues_->forgo(peer);
   }
 
   const int rank_, ranks_;
@@ -213,10 +207,9 @@ class IbgdaLink : public Link {
   std::vector<Known> gone_;
   bool is_finished_ = false;
   std::mutex mutex_;
-  Status lost_;                        // the first queue that broke
-  Status wrong_;                       // ... by what a kernel asked for
-  std::map<int, std::string> broken_;  // peers, and how
-  std::function<void(int, const std::string&)> tell_;
+  Status lost_;   // the first queue that broke
+  Status wrong_;  // ... by what a kernel asked for
+  LostPeers broken_{rank_};
 };
 
 class IbgdaTransport : public Transport {

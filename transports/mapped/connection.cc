@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/mapped/connection.h"
 
-#include <cstring>
-
 #include "transports/mapped_peers.h"
 
 namespace weft {
@@ -14,9 +12,7 @@ class MappedLink : public Link {
 
   Result<MeshPart> mesh(const WindowView& window) override {
     const MappedMesh mesh = mapped_mesh(window, rank_, ranks_);
-    MeshPart part{"MappedMesh", std::vector<std::byte>(sizeof mesh)};
-    std::memcpy(part.value.data(), &mesh, sizeof mesh);
-    return part;
+    return mesh_part("MappedMesh", mesh);
   }
 
  private:

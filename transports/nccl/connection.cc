@@ -7,17 +7,14 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <functional>
 #include <map>
-#include <mutex>
-#include <set>
 #include <utility>
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "memory/device_memory.h"
-#include "transports/mapped_peers.h"
+#include "transports/library_transport.h"
 #include "transports/nccl/device_headers.h"
 #include "transports/nccl/gin_ports.h"
 #include "transports/nccl/library.h"
@@ -26,11 +23,9 @@ namespace weft {
 namespace nccl_link {
 namespace {
 
-constexpr const char* kName = "nccl";
+constexpr const char *kName = "nccl", *kTitle = "NCCL";
 constexpr uint64_t kProbeBytes = uint64_t{2} << 20;
 constexpr double kFarewell_s = 5;  // for peers to leave, too
-// Estimates for ports, until a network has been measured: a host thread carries each put, over a NIC of 100 Gbit/s.
-constexpr double kPortLatencyUs = 25, kPortGbS = 12.5;
 
 // Runs `call` with the rank's GPU current, as NCCL wants it.
 template <class Call>
@@ -40,37 +35,10 @@ Status on_device(Device device, Call call) {
   return call();
 }
 
-// What a rank shows the others before the communicator is made. A Status that travels; of rank 0 the id behind it.
-std::string to_bytes(const Status& status, const UniqueId& id) {
-  return std::string(1, static_cast<char>(status.code())) + std::string(id.internal, sizeof id.internal) +
-         status.message().substr(0, 400);
-}
-
-Result<UniqueId> take_id(const std::vector<std::string>& all) {
-  UniqueId id{};
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].size() < 1 + sizeof id)
-      return Status::make(Code::kInvalid, "rank {} makes another call on this communicator", rank);
-    const auto code = static_cast<Code>(all[rank][0]);
-    if (code != Code::kOk)
-      return Status::make(code, "nccl, on rank {}: {}", rank, all[rank].substr(1 + sizeof id));
-  }
-  std::memcpy(&id, all[0].data() + 1, sizeof id);
-  return id;
-}
-
-class NcclLink : public Link {
+class NcclLink : public LibraryLink {
  public:
   NcclLink(const Group& group, const Library& library)
-      : nccl_(library),
-        device_((*group.facts)[static_cast<size_t>(group.rank)].device),
-        rank_(group.rank),
-        ranks_(static_cast<int>(group.facts->size())),
-        has_ports_(group.has_ports),
-        mapped_(group.peers.begin(), group.peers.end()),
-        timeout_s_(group.timeout_s) {
-    mapped_.insert(rank_);
-  }
+      : LibraryLink(group), nccl_(library), has_ports_(group.has_ports) {}
 
   // NCCL's own farewell is collective, and nothing of this communicator is under way: abort frees it at once, on this
   // rank alone.
@@ -107,7 +75,7 @@ class NcclLink : public Link {
 
   // Nothing goes before all ranks are done: NCCL takes no leave of peers, and gives up what is under way.
   void finish() override {
-    if (std::exchange(is_finished_, true) || !ports_ || !broken_.ok() || !lost_.empty()) return;
+    if (std::exchange(is_finished_, true) || !ports_ || !broken_.ok() || lost_.any()) return;
     farewell_s_ = std::min(kFarewell_s, timeout_s_);
     if (!allocate(kProbe, kProbeBytes).ok()) return;
     const Status left = map(kProbe).status();
@@ -121,9 +89,7 @@ class NcclLink : public Link {
   }
   Result<MeshPart> mesh(const WindowView& window) override {
     const NcclMesh mesh = ports_->mesh(window, parts_.at(window.number).window);
-    MeshPart part{"NcclMesh", std::vector<std::byte>(sizeof mesh), sources_};
-    std::memcpy(part.value.data(), &mesh, sizeof mesh);
-    return part;
+    return mesh_part("NcclMesh", mesh, sources_);
   }
 
   bool help() override { return ports_ && ports_->help(); }
@@ -134,16 +100,6 @@ class NcclLink : public Link {
     if (ports_->lost_peer() >= 0) lose(ports_->lost_peer(), text("is lost: {}", why.message()));
     return why;
   }
-  void lose(int peer, const std::string& how) override {
-    std::lock_guard lock(mutex_);
-    if (lost_.try_emplace(peer, how).second && tell_ && peer != rank_) tell_(peer, how);
-  }
-  void on_lost(std::function<void(int, const std::string&)> tell) override {
-    std::lock_guard lock(mutex_);
-    tell_ = std::move(tell);
-    for (const auto& [peer, how] : lost_) tell_(peer, how);
-  }
-
   Status allocate(int window, uint64_t bytes) override {
     WEFT_TRY(broken_);
     Part& part = parts_[window];
@@ -364,11 +320,7 @@ class NcclLink : public Link {
   }
 
   const Library& nccl_;
-  const Device device_;
-  const int rank_, ranks_;
   const bool has_ports_;
-  std::set<int> mapped_;  // this rank, too
-  const double timeout_s_;
   double farewell_s_ = 0;
   bool is_finished_ = false;
   Comm comm_ = nullptr;
@@ -382,103 +334,45 @@ class NcclLink : public Link {
   bool has_dev_comm_ = false;
   std::shared_ptr<const DeviceSources> sources_;
   std::unique_ptr<GinPorts> ports_;
-  std::mutex mutex_;
-  std::map<int, std::string> lost_;  // peers, and how
-  std::function<void(int, const std::string&)> tell_;
 };
 
-// What serves ranks on `device`, or why nothing does.
-Result<const Library*> library_for(Device device) {
-  const Status host_has_none(Code::kUnsupported, "NCCL joins GPUs, this rank is on the CPU");
-  if (device.is_host() && config().nccl_library.empty()) return host_has_none;
-  WEFT_TRY_ASSIGN(const Library* nccl, open_library());
-  if (device.is_host() && !nccl->serves_host) return host_has_none;
-  if (!device.is_host() && nccl->serves_host)
-    return Status::make(Code::kUnsupported, "{} stands in for NCCL on CPUs, this rank is on a GPU",
-                        nccl->path);
-  return nccl;
+Result<const Library*> serving(Device device) {
+  return library_for(device, kTitle, config().nccl_library, open_library);
 }
 
-std::pair<std::string, std::string> parts_of(const std::string& descriptor) {
-  const size_t line = descriptor.find('\n');
-  return {descriptor.substr(0, line), line == std::string::npos ? "" : descriptor.substr(line + 1)};
-}
-
-class NcclTransport : public Transport {
+class NcclTransport : public LibraryTransport {
  public:
-  const char* name() const override { return kName; }
+  NcclTransport() : LibraryTransport(kName, kTitle) {}
   const char* carried_by() const override {
     return "windows of the process's own NCCL: mapped peers, and ports through its GIN";
   }
 
-  Caps caps(Device device) const override {
-    const Result<const Library*> nccl = library_for(device);
-    Caps caps;
-    if (nccl.ok()) {
-      caps = mapped_caps(device);
-      const std::string no_gin = why_no_gin(**nccl);
-      caps.details =
-          text("NCCL {}{}, {}; {}; by name alone: WEFT_TRANSPORT=nccl", version_text((*nccl)->version),
-               (*nccl)->was_loaded ? ", as this process has loaded it" : "", (*nccl)->path,
-               no_gin.empty() ? "other nodes through its GIN, if it has any" : "no ports: " + no_gin);
-    } else {
-      caps.unusable_because = nccl.status().message();
-    }
-    caps.reach = Reach::kMapped;
-    caps.brings_memory = true;
-    caps.only_by_name = true;
-    return caps;
-  }
-
-  // The version, and why it has no ports behind a line; empty where it cannot be used.
-  std::string descriptor(Device device) const override {
-    const Result<const Library*> nccl = library_for(device);
-    return nccl.ok() ? version_text((*nccl)->version) + "\n" + why_no_gin(**nccl) : "";
-  }
-
-  // Ranks of a node are mapped; those of others are ports.
-  Caps towards(const Caps& caps, const RankFacts& self, const RankFacts& peer) const override {
-    if (self.node == peer.node) return caps;
-    Caps port = caps;
-    port.reach = Reach::kPort;
-    port.ordering = Ordering::kSignals;
-    port.latency_us = kPortLatencyUs;
-    port.bandwidth_gb_s = kPortGbS;
-    return port;
-  }
-
-  std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
-    for (const RankFacts* one : {&self, &peer}) {
-      const auto descriptor = one->descriptors.find(kName);
-      if (descriptor == one->descriptors.end() || descriptor->second.empty())
-        return text("rank {} has no NCCL that it could use", one->rank);
-    }
-    const auto [mine, my_lack] = parts_of(self.descriptors.at(kName));
-    const auto [theirs, their_lack] = parts_of(peer.descriptors.at(kName));
-    if (mine != theirs)
-      return text("rank {} has NCCL {}, rank {} has NCCL {}", self.rank, mine, peer.rank, theirs);
-    if (!self.gpu.empty() && self.gpu == peer.gpu && self.host == peer.host)
-      return text("both ranks are on GPU {}; NCCL takes one rank for each", self.gpu);
-    if (self.node == peer.node) return why_not_mapped(self, peer);
-    for (const auto& [rank, lack] : {std::pair(self.rank, my_lack), std::pair(peer.rank, their_lack)})
-      if (!lack.empty()) return text("rank {} reaches its node alone: {}", rank, lack);
-    return "";
-  }
-
   // All ranks take part in the exchange, also one that failed before.
   Result<std::unique_ptr<Link>> connect(const Group& group) const override {
-    const Result<const Library*> nccl = library_for((*group.facts)[static_cast<size_t>(group.rank)].device);
+    const Result<const Library*> nccl = serving((*group.facts)[static_cast<size_t>(group.rank)].device);
     UniqueId id{};
     Status ready = nccl.status();
     if (ready.ok() && group.rank == 0 && (*nccl)->GetUniqueId(&id) != kSuccess)
       ready =
           Status::make(Code::kSystem, "ncclGetUniqueId failed (no network interface for NCCL to meet on?)");
-    WEFT_TRY_ASSIGN(const std::vector<std::string> all,
-                    group.bootstrap->all_gather(to_bytes(ready, id), Deadline::after_s(group.timeout_s)));
-    WEFT_TRY_ASSIGN(id, take_id(all));
+    WEFT_TRY_ASSIGN(const std::vector<std::string> ids,
+                    gather_ready(group, kName, ready, std::string(id.internal, sizeof id.internal)));
+    std::memcpy(&id, ids[0].data(), sizeof id);
     auto link = std::make_unique<NcclLink>(group, **nccl);
     WEFT_TRY(link->open(id));
     return std::unique_ptr<Link>(std::move(link));
+  }
+
+ private:
+  Result<LibraryFacts> look(Device device) const override {
+    WEFT_TRY_ASSIGN(const Library* nccl, serving(device));
+    return LibraryFacts{version_text(nccl->version),
+                        (nccl->was_loaded ? "as this process has loaded it, " : "") + nccl->path,
+                        "other nodes through its GIN, if it has any", why_no_gin(*nccl)};
+  }
+  std::string refuses_both(const RankFacts& self, const RankFacts& peer) const override {
+    if (self.gpu.empty() || self.gpu != peer.gpu || self.host != peer.host) return "";
+    return text("both ranks are on GPU {}; NCCL takes one rank for each", self.gpu);
   }
 };
 

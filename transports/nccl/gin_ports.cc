@@ -9,13 +9,14 @@
 #include "base/log.h"
 #include "memory/device_memory.h"
 #include "transports/nccl/device_headers.h"
+#include "transports/port_fault.h"
 
 namespace weft::nccl_link {
 
 using nccl_gin::KnownWindow;
 using nccl_gin::kWindows;
 
-// tests/gpu/test_gin_gpu.py fails on GPUs, for a reason that nobody has looked for. Who works on it sets this to true.
+// tests/gpu/test_gin_gpu.py fails on GPUs: decision 56 has what was seen. Who works on it sets this to true.
 constexpr bool kWorkOnGpus = false;
 
 std::string why_no_gin(const Library& nccl, std::string* folder) {
@@ -176,10 +177,7 @@ Status status_of(const FaultBox& fault) {
   const double waited_s = static_cast<double>(fault.waited_ns) / 1e9;
   switch (fault.site) {
     case Site::kPortRange:
-      return Status::invalid(
-          "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, "
-          "offset {}",
-          who, fault.peer, fault.expected, fault.seen);
+      return outside_window("nccl", fault);
     case Site::kPortLayout:
       return Status::make(
           Code::kUnsupported,

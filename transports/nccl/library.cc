@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kFile = "libnccl.so.2";
+constexpr NvidiaLibrary kNccl{"NCCL", "nccl", "libnccl.so.2", "WEFT_NCCL_LIBRARY"};
 
 template <class Function>
 bool find(void* handle, const char* name, Function& function) {
@@ -78,28 +78,6 @@ Result<std::unique_ptr<Library>> load(const std::string& path, bool has_others) 
   return library;  // stays open as long as the process
 }
 
-Result<std::string> path_to_open(const std::vector<std::string>& loaded) {
-  if (config().nccl_library == "none") return Status::make(Code::kUnsupported, "WEFT_NCCL_LIBRARY is none");
-  if (!config().nccl_library.empty()) return expand_home(config().nccl_library);
-  if (loaded.size() > 1)
-    return Status::make(
-        Code::kUnsupported,
-        "this process has loaded two copies of NCCL, {} and {}; WEFT_NCCL_LIBRARY says which to use",
-        loaded[0], loaded[1]);
-  if (loaded.size() == 1) return loaded[0];
-  std::string tried;
-  for (const std::string& path : nvidia_library_paths("nccl", kFile)) {
-    std::error_code ignored;
-    if (fs::exists(path, ignored)) return path;
-    tried += (tried.empty() ? "" : ", ") + path;
-  }
-  return Status::make(
-      Code::kUnsupported,
-      "no NCCL is loaded, nor found (pip install nvidia-nccl-cu13, or set WEFT_NCCL_LIBRARY); "
-      "looked at {}",
-      tried);
-}
-
 }  // namespace
 
 std::string version_text(int version) {
@@ -113,7 +91,7 @@ Result<const Library*> open_library() {
   std::lock_guard lock(mutex);
   std::vector<std::string> loaded = copies();
   std::erase_if(loaded, [&](const std::string& path) { return brought.contains(path); });
-  WEFT_TRY_ASSIGN(const std::string wanted, path_to_open(loaded));
+  WEFT_TRY_ASSIGN(const std::string wanted, nvidia_library(kNccl, config().nccl_library, loaded));
   std::error_code failed;
   const fs::path real = fs::canonical(wanted, failed);
   const std::string path = failed ? wanted : real.string();

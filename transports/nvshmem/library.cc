@@ -3,8 +3,6 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,9 +13,7 @@
 namespace weft::nvshmem_link {
 namespace {
 
-namespace fs = std::filesystem;
-
-constexpr const char* kFile = "libnvshmem_host.so.3";
+constexpr NvidiaLibrary kNvshmem{"NVSHMEM", "nvshmem", "libnvshmem_host.so.3", "WEFT_NVSHMEM_LIBRARY"};
 
 Result<std::unique_ptr<Library>> load(const std::string& path) {
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -43,35 +39,14 @@ Result<std::unique_ptr<Library>> load(const std::string& path) {
   return library;  // stays open as long as the process
 }
 
-Result<std::string> path_to_open() {
-  if (!config().nvshmem_library.empty()) return expand_home(config().nvshmem_library);
-  const std::vector<std::string> loaded = loaded_libraries("libnvshmem_host.so");
-  if (loaded.size() > 1)
-    return Status::make(
-        Code::kUnsupported,
-        "this process has loaded two copies of NVSHMEM, {} and {}; WEFT_NVSHMEM_LIBRARY says which "
-        "to use",
-        loaded[0], loaded[1]);
-  if (loaded.size() == 1) return loaded[0];
-  std::string tried;
-  for (const std::string& path : nvidia_library_paths("nvshmem", kFile)) {
-    std::error_code ignored;
-    if (fs::exists(path, ignored)) return path;
-    tried += (tried.empty() ? "" : ", ") + path;
-  }
-  return Status::make(Code::kUnsupported,
-                      "no NVSHMEM is loaded, nor found (pip install nvidia-nvshmem-cu13, or set "
-                      "WEFT_NVSHMEM_LIBRARY); looked at {}",
-                      tried);
-}
-
 }  // namespace
 
 Result<const Library*> open_library() {
   static std::mutex mutex;
   static std::map<std::string, std::unique_ptr<Library>> opened;
   std::lock_guard lock(mutex);
-  WEFT_TRY_ASSIGN(const std::string path, path_to_open());
+  WEFT_TRY_ASSIGN(const std::string path,
+                  nvidia_library(kNvshmem, config().nvshmem_library, loaded_libraries("libnvshmem_host.so")));
   if (const auto known = opened.find(path); known != opened.end()) return known->second.get();
   WEFT_TRY_ASSIGN(std::unique_ptr<Library> library, load(path));
   return (opened[path] = std::move(library)).get();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "transports/port_fault.h"
 
 namespace weft::nvshmem_link {
 
@@ -82,15 +83,11 @@ void ShmemPorts::watch(const std::stop_token& stop) {
 Status ShmemPorts::fault() const {
   const auto* box = fault_->at<FaultBox>(0);
   if (load_acquire(&box->raised) == 0) return {};
-  const std::string who = text("rank {}, nvshmem", box->self);
-  if (box->site == Site::kPortLayout)
-    return Status::make(Code::kUnsupported,
-                        "{}: a kernel's module was not initialised by NVSHMEM: expected rank {}, saw {}", who,
-                        box->expected, box->seen);
-  return Status::invalid(
-      "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, offset "
-      "{}",
-      who, box->peer, box->expected, box->seen);
+  if (box->site != Site::kPortLayout) return outside_window("nvshmem", *box);
+  return Status::make(
+      Code::kUnsupported,
+      "rank {}, nvshmem: a kernel's module was not initialised by NVSHMEM: expected rank {}, saw {}",
+      box->self, box->expected, box->seen);
 }
 
 Status ShmemPorts::status() const {

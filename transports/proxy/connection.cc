@@ -9,6 +9,8 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "kernels/core/fault.h"
+#include "transports/lost_peers.h"
+#include "transports/port_fault.h"
 #include "transports/proxy/channel.cuh"
 #include "transports/proxy/proxy.h"
 #include "transports/transport.h"
@@ -117,9 +119,7 @@ class ProxyLink : public Link {
                          static_cast<uint32_t>(ranks_),
                          static_cast<uint32_t>(proxies_.size()),
                          region_of_.at(window.number)};
-    MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
-    std::memcpy(part.value.data(), &mesh, sizeof mesh);
-    return part;
+    return mesh_part("ProxyMesh", mesh);
   }
 
   bool help() override {
@@ -138,14 +138,13 @@ class ProxyLink : public Link {
     std::lock_guard lock(mutex_);
     if (!broken_.ok() || load_acquire(&fault_->raised) == 0) return broken_;
     // What device code could not hand over is missing for good: the way is broken.
-    const bool is_range = fault_->site == Site::kPortRange;
-    broken_ = logged(Status::make(
-        is_range ? Code::kInvalid : Code::kPeerLost,
-        is_range ? "rank {}, proxy: a put or signal to rank {} lies outside the window or is not aligned: "
-                   "window of "
-                   "{} bytes, offset {}"
-                 : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
-        fault_->self, fault_->peer, fault_->expected, fault_->seen));
+    broken_ = logged(
+        fault_->site == Site::kPortRange
+            ? outside_window("proxy", *fault_)
+            : Status::make(Code::kPeerLost,
+                           "rank {}, proxy: the thread that serves rank {} is behind: expected position "
+                           "{}, saw {}",
+                           fault_->self, fault_->peer, fault_->expected, fault_->seen));
     return broken_;
   }
 
@@ -157,11 +156,7 @@ class ProxyLink : public Link {
     has_gone_.store(true, std::memory_order_release);
   }
 
-  void on_lost(std::function<void(int, const std::string&)> tell) override {
-    std::lock_guard lock(mutex_);
-    tell_ = std::move(tell);
-    for (const auto& [peer, how] : lost_) tell_(peer, how);
-  }
+  void on_lost(LostPeers::Tell tell) override { lost_.listen(std::move(tell)); }
 
  private:
   explicit ProxyLink(const Group& group)
@@ -311,11 +306,12 @@ class ProxyLink : public Link {
   }
 
   void note_loss(const PeerQueue& queue) {
-    std::lock_guard lock(mutex_);
     const Status why = logged(queue.status());
-    if (status_.ok()) status_ = why;
-    lost_.emplace_back(queue.rank(), text("is lost: {}", queue.how()));
-    if (tell_) tell_(lost_.back().first, lost_.back().second);
+    {
+      std::lock_guard lock(mutex_);
+      if (status_.ok()) status_ = why;
+    }
+    lost_.add(queue.rank(), text("is lost: {}", queue.how()));
   }
 
   const int rank_, ranks_;
@@ -341,8 +337,7 @@ class ProxyLink : public Link {
   std::mutex mutex_;
   Status status_;  // who was lost first
   Status broken_;
-  std::vector<std::pair<int, std::string>> lost_;  // peers, and how
-  std::function<void(int, const std::string&)> tell_;
+  LostPeers lost_{rank_};
 };
 
 // The network that this process would use, or why none; looked for once.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/proxy/measure.h"
 
-#include <cstring>
-
 #include "base/deadline.h"
 #include "transports/proxy/channel.cuh"
 
@@ -36,9 +34,7 @@ MeshPart FifoBench::mesh() const {
                        kPeersMax,
                        1,
                        0};
-  MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
-  std::memcpy(part.value.data(), &mesh, sizeof mesh);
-  return part;
+  return mesh_part("ProxyMesh", mesh);
 }
 
 // The command after `taken` others. Who finds nothing looks away for about 100 ns, as a proxy does for longer: a line that is looked at

@@ -46,6 +46,8 @@ class Window {
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
   // What kernels of this rank are given to reach every peer's part, mapped or through a port.
   const MeshPart& mesh() const { return mesh_; }
+  // Before each launch on it: see MappedRange::used().
+  void used() const { own_->used(); }
 
   // Collective. Makes bytes() at least `at_least_bytes` (the same on all ranks); contents and addresses stay.
   // Not more than that: nothing changes. Errors as in create(), and kUnsupported with CUDA IPC or memory of a transport; after an

@@ -82,6 +82,7 @@ Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& 
     return !ports ? Status() : losses == Losses::kAreErrors ? comm.port_status() : ports->fault();
   };
   WEFT_TRY(status());
+  window.used();
   const Helping helping(window.communicator()->device().is_host() ? ports : nullptr);
   const MeshPart& mesh = window.mesh();
   WEFT_TRY(Jit::of(window.communicator()->device())

@@ -14,6 +14,7 @@
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "memory/huge_pages.h"
 #include "memory/range.h"
 
 namespace weft {
@@ -30,14 +31,22 @@ Names& names() {
 }
 
 // Sets addresses aside: the wanted bytes, or the half, a quarter, ... where limits (RLIMIT_AS, sanitizers)
-// forbid it.
+// forbid it; and as many more as base_in() may skip.
 Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least) {
   for (uint64_t bytes = std::max(wanted, least);; bytes = std::max(bytes / 2, least)) {
-    void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* at = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                    -1, 0);
     if (at != MAP_FAILED) return std::pair{static_cast<std::byte*>(at), bytes};
     if (bytes == least)
       return logged(Status::from_errno(errno, "reserve {} bytes of addresses for a window", bytes));
   }
+}
+
+// A window begins with a huge page. So a place of it lies as far from the last such begin in every process as in its
+// file, where map() leaves a gap for that: else the system maps no huge pages.
+std::byte* base_in(std::byte* reserved) {
+  const uint64_t past = reinterpret_cast<uint64_t>(reserved) % kHugePageBytes;
+  return reserved + (past ? kHugePageBytes - past : 0);
 }
 
 // Lets a GPU's kernels use memory of the host at the address that it has here.
@@ -63,15 +72,19 @@ void unpin(int ordinal, std::byte* at) {
 
 class HostRange : public MappedRange {
  public:
-  HostRange(std::byte* base, uint64_t reserved, Device device)
-      : base_(base), reserved_(reserved), device_(device), name_(random_key()) {}
+  HostRange(std::byte* addresses, uint64_t reserved, Device device)
+      : addresses_(addresses),
+        base_(base_in(addresses)),
+        reserved_(reserved),
+        device_(device),
+        name_(random_key()) {}
   ~HostRange() override {
     {
       std::lock_guard lock(names().mutex);
       names().ranges.erase(name_);
     }
     unpin_to(0);
-    munmap(base_, reserved_);
+    munmap(addresses_, reserved_ + kHugePageBytes);
   }
 
   std::byte* base() const override { return base_; }
@@ -83,7 +96,7 @@ class HostRange : public MappedRange {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     FileDescriptor segment(memfd_create("weft-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!segment.is_open()) return logged(Status::from_errno(errno, "memfd_create for a window"));
-    if (ftruncate(segment.get(), static_cast<off_t>(bytes)) != 0)
+    if (ftruncate(segment.get(), static_cast<off_t>(gap() + bytes)) != 0)
       return logged(Status::from_errno(errno, "size a window segment of {} bytes", bytes));
     // A sealed size: no peer can shrink the memory under another rank's loads.
     fcntl(segment.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
@@ -95,10 +108,14 @@ class HostRange : public MappedRange {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     struct stat info{};
     if (!offer.fd.is_open() || fstat(offer.fd.get(), &info) != 0 ||
-        static_cast<uint64_t>(info.st_size) != bytes)
+        static_cast<uint64_t>(info.st_size) != gap() + bytes)
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
     return map(offer.fd.get(), bytes);
+  }
+
+  void used() override {
+    if (device_.is_host()) huge_pages_.used(base_, bytes_);
   }
 
   void cut(uint64_t bytes) override {
@@ -111,7 +128,8 @@ class HostRange : public MappedRange {
 
  private:
   Status map(int fd, uint64_t bytes) {
-    if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+    if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
+             static_cast<off_t>(gap())) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
     if (!device_.is_host()) {
       WEFT_TRY(logged(pin(device_.ordinal, base_ + bytes_, bytes)));
@@ -127,12 +145,17 @@ class HostRange : public MappedRange {
       unpin(device_.ordinal, base_ + pinned_.back());
   }
 
+  // Bytes at the front of the next segment's file that nobody maps, nor ever touches.
+  uint64_t gap() const { return bytes_ % kHugePageBytes; }
+
+  std::byte* const addresses_;
   std::byte* const base_;
-  const uint64_t reserved_;
+  const uint64_t reserved_;  // from base_
   const Device device_;  // whose kernels use it, too
   const uint64_t name_;
   uint64_t bytes_ = 0;
   std::vector<uint64_t> pinned_;  // where each pinned segment begins
+  WindowHugePages huge_pages_;
 };
 
 }  // namespace

@@ -2,7 +2,11 @@
 #include "memory/huge_pages.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <span>
 
 #include "base/config.h"
@@ -10,19 +14,32 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kPageBytes = uint64_t{2} << 20;
 constexpr size_t kMaxSeen = 1024;
 constexpr uint32_t kAskAgain = 16;
 // Before Linux 6.1 the header lacks it and the kernel refuses it; huge pages then come with time.
 constexpr int kCollapse = 25;
+// Of a window: a look takes no longer than about this, and huge pages go to pieces of which so much is in use.
+constexpr auto kLookMost = std::chrono::milliseconds(20);
+constexpr uint64_t kInUsePercent = 75;
+constexpr uint64_t kMostAtOnce = 8;  // pieces
+constexpr uint64_t kMostGap = 4096;  // launches between two looks that found nothing
 
 // The whole huge pages inside a buffer.
 std::span<std::byte> pages_inside(std::byte* address, uint64_t bytes) {
   const uint64_t start = reinterpret_cast<uint64_t>(address);
-  const uint64_t first = (start + kPageBytes - 1) / kPageBytes * kPageBytes;
-  const uint64_t end = (start + bytes) / kPageBytes * kPageBytes;
+  const uint64_t first = (start + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const uint64_t end = (start + bytes) / kHugePageBytes * kHugePageBytes;
   if (end <= first) return {};
   return {reinterpret_cast<std::byte*>(first), end - first};
+}
+
+bool is_in_use(std::byte* piece) {
+  static const uint64_t page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  unsigned char resident[kHugePageBytes / 4096];
+  const uint64_t pages = kHugePageBytes / page_bytes;
+  if (mincore(piece, kHugePageBytes, resident) != 0) return false;
+  const auto used = std::count_if(resident, resident + pages, [](unsigned char page) { return page & 1; });
+  return static_cast<uint64_t>(used) * 100 >= pages * kInUsePercent;
 }
 
 }  // namespace
@@ -44,11 +61,40 @@ bool HugePages::is_due(std::byte* address, uint64_t bytes) {
 }
 
 void HugePages::used(std::byte* address, uint64_t bytes) {
-  if (bytes < kPageBytes || config().huge_pages == 0 || !is_due(address, bytes)) return;
+  if (bytes < kHugePageBytes || config().huge_pages == 0 || !is_due(address, bytes)) return;
   const std::span<std::byte> pages = pages_inside(address, bytes);
   if (pages.empty()) return;
   madvise(pages.data(), pages.size(), MADV_HUGEPAGE);
   madvise(pages.data(), pages.size(), kCollapse);
+}
+
+void WindowHugePages::used(std::byte* base, uint64_t bytes) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || ++uses_ < next_look_ || config().huge_pages == 0) return;
+  if (!look(base, bytes / kHugePageBytes)) gap_ = std::min(2 * gap_, kMostGap);
+  next_look_ = uses_ + gap_;
+}
+
+// From where the last look stopped. Returns whether anything changed.
+bool WindowHugePages::look(std::byte* base, uint64_t pieces) {
+  const auto until = std::chrono::steady_clock::now() + kLookMost;
+  done_.resize(pieces);
+  if (at_ >= pieces) at_ = 0;
+  bool found = false;
+  while (at_ < pieces && std::chrono::steady_clock::now() < until) {
+    const uint64_t first = at_, most = std::min(first + kMostAtOnce, pieces);
+    std::byte* const run = base + first * kHugePageBytes;
+    while (at_ < most && !done_[at_] && is_in_use(base + at_ * kHugePageBytes)) ++at_;
+    if (at_ == first) {
+      ++at_;
+      continue;
+    }
+    const bool is_huge = madvise(run, (at_ - first) * kHugePageBytes, kCollapse) == 0;
+    // EAGAIN: a page is held by a copy that is under way. Other refusals last: an old system, a piece of two segments.
+    if (is_huge || errno != EAGAIN) std::fill(done_.begin() + first, done_.begin() + at_, true);
+    found = found || is_huge;
+  }
+  return found;
 }
 
 }  // namespace weft

@@ -7,6 +7,10 @@
 // anyway; contents and addresses stay. Where the system refuses, nothing happens. WEFT_HUGE_PAGES=0 turns it
 // off. Threads: any.
 //
+//   window_pages.used(base, bytes);  // WindowHugePages: before each launch on a window of this process
+// Large pieces of the window that are in use, and only those, get huge pages: some at a time, so that no call takes much
+// longer. A window is memory that processes share; the system gives huge pages to such memory on this demand alone.
+//
 //   prefer_huge_pages(output, bytes);   // before a large host buffer that may be fresh is written
 // The system then clears and maps its pages by 2 MiB: of 4 KiB each they cost more than what is written to
 // them. Any thread.
@@ -16,8 +20,11 @@
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace weft {
+
+constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 
 void prefer_huge_pages(std::byte* address, uint64_t bytes);
 
@@ -34,6 +41,20 @@ class HugePages {
 
   std::mutex mutex_;  // sends and receives run beside each other
   std::unordered_map<std::byte*, Seen> seen_;
+};
+
+class WindowHugePages {
+ public:
+  // `base`: a multiple of kHugePageBytes, always the same; `bytes` may grow. Threads: any.
+  void used(std::byte* base, uint64_t bytes);
+
+ private:
+  bool look(std::byte* base, uint64_t pieces);
+
+  std::mutex mutex_;
+  std::vector<bool> done_;  // by piece of kHugePageBytes: it is on a huge page, or cannot be
+  uint64_t at_ = 0;         // the piece to look at next
+  uint64_t uses_ = 0, next_look_ = 2, gap_ = 8;
 };
 
 }  // namespace weft

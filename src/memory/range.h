@@ -63,6 +63,9 @@ class MappedRange {
   // Unmaps what lies past the first `bytes` bytes: undoes an extend() or import() that some rank failed at.
   virtual void cut(uint64_t bytes) = 0;
 
+  // Owner: a launch is about to use it. Host memory that is in use goes to huge pages, a part at a time.
+  virtual void used() {}
+
   // Another name for this range inside the process; 0 where there is none. See find_range().
   virtual uint64_t local_name() const { return 0; }
 };

@@ -34,8 +34,8 @@ Names& names() {
 // forbid it; and as many more as base_in() may skip.
 Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least) {
   for (uint64_t bytes = std::max(wanted, least);; bytes = std::max(bytes / 2, least)) {
-    void* at = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                    -1, 0);
+    void* at =
+        mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at != MAP_FAILED) return std::pair{static_cast<std::byte*>(at), bytes};
     if (bytes == least)
       return logged(Status::from_errno(errno, "reserve {} bytes of addresses for a window", bytes));
@@ -151,7 +151,7 @@ class HostRange : public MappedRange {
   std::byte* const addresses_;
   std::byte* const base_;
   const uint64_t reserved_;  // from base_
-  const Device device_;  // whose kernels use it, too
+  const Device device_;      // whose kernels use it, too
   const uint64_t name_;
   uint64_t bytes_ = 0;
   std::vector<uint64_t> pinned_;  // where each pinned segment begins

@@ -21,7 +21,6 @@ constexpr int kCollapse = 25;
 // Of a window: a look takes no longer than about this, and huge pages go to pieces of which so much is in use.
 constexpr auto kLookMost = std::chrono::milliseconds(20);
 constexpr uint64_t kInUsePercent = 75;
-constexpr uint64_t kMostAtOnce = 8;  // pieces
 constexpr uint64_t kMostGap = 4096;  // launches between two looks that found nothing
 
 // The whole huge pages inside a buffer.
@@ -81,17 +80,12 @@ bool WindowHugePages::look(std::byte* base, uint64_t pieces) {
   done_.resize(pieces);
   if (at_ >= pieces) at_ = 0;
   bool found = false;
-  while (at_ < pieces && std::chrono::steady_clock::now() < until) {
-    const uint64_t first = at_, most = std::min(first + kMostAtOnce, pieces);
-    std::byte* const run = base + first * kHugePageBytes;
-    while (at_ < most && !done_[at_] && is_in_use(base + at_ * kHugePageBytes)) ++at_;
-    if (at_ == first) {
-      ++at_;
-      continue;
-    }
-    const bool is_huge = madvise(run, (at_ - first) * kHugePageBytes, kCollapse) == 0;
+  for (; at_ < pieces && std::chrono::steady_clock::now() < until; ++at_) {
+    std::byte* const piece = base + at_ * kHugePageBytes;
+    if (done_[at_] || !is_in_use(piece)) continue;
+    const bool is_huge = madvise(piece, kHugePageBytes, kCollapse) == 0;
     // EAGAIN: a page is held by a copy that is under way. Other refusals last: an old system, a piece of two segments.
-    if (is_huge || errno != EAGAIN) std::fill(done_.begin() + first, done_.begin() + at_, true);
+    done_[at_] = is_huge || errno != EAGAIN;
     found = found || is_huge;
   }
   return found;

@@ -12,6 +12,7 @@
 
 #include "base/log.h"
 #include "base/random.h"
+#include "providers/fabric/address.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/nic.h"
 #include "providers/fabric/page_streams.h"
@@ -22,24 +23,6 @@ namespace weft::provider {
 namespace {
 
 constexpr size_t kEntriesPerRead = 32;
-
-// What address() gives: this, then libfabric's own bytes.
-struct AddressHead {
-  char tag[4] = {'f', 'a', 'b', '3'};
-  uint32_t pid = 0;
-  uint64_t host = 0;
-  uint64_t witness_at = 0;
-  uint64_t witness = 0;
-  uint64_t grants_at = 0;
-  uint64_t page_port = 0;  // where it takes pages; 0: nowhere
-};
-
-// Of an address as libfabric gives it for sockets.
-in_addr interface_of(const std::string& bytes) {
-  sockaddr_in address{};
-  std::memcpy(&address, bytes.data(), std::min(bytes.size(), sizeof address));
-  return address.sin_addr;
-}
 
 bool means_peer_gone(int error) {
   switch (error) {

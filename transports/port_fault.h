@@ -12,8 +12,7 @@ namespace weft {
 inline Status outside_window(const char* transport, const FaultBox& fault) {
   return Status::invalid(
       "rank {}, {}: a put or signal to rank {} lies outside the window or is not aligned: window of {} "
-      "bytes, "
-      "offset {}",
+      "bytes, offset {}",
       fault.self, transport, fault.peer, fault.expected, fault.seen);
 }
 

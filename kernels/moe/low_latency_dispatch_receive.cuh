@@ -199,7 +199,7 @@ struct Incoming {
       d.head()[i] = load_vec_fresh(message + i);
   }
 
-  // On the host.
+  // Where the message's row is: in its body, or where its source keeps it. On the host.
   WEFT_DEVICE const std::byte* row_of_message() const {
     const auto* head = reinterpret_cast<const uint32_t*>(d.head());
     if (!D::kPorts && head[kHeadKeepsRow] != 0)

@@ -114,9 +114,10 @@ WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
   return a > b ? a : b;
 }
 
-// A token on its way to one rank, or to a node: a head of u32 words {token, on the host whether the source keeps the row
-// (kept_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any}, and a body: the row, its scales. The expert is the rank's own number of it, or -1; in
-// a message to a node the number among all experts. As lines, those of the head come first.
+// A token on its way to one rank, or to a node: a head and a body. The head has u32 words {token, 1 where the source keeps
+// the row (host alone: kept_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any}, the body the
+// row and its scales. The expert is the rank's own number of it, or -1; in a message to a node the number among all
+// experts. As lines, those of the head come first.
 inline constexpr uint32_t kHeadKeepsRow = 1;
 struct MessageLayout {
   uint64_t expert;  // in words

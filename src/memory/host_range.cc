@@ -42,8 +42,8 @@ Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least)
   }
 }
 
-// A window begins with a huge page. So a place of it lies as far from the last such begin in every process as in its
-// file, where map() leaves a gap for that: else the system maps no huge pages.
+// Where a window begins: at a multiple of a huge page. The system maps huge pages only where addresses and the file are
+// aligned alike; gap() aligns the files of later segments.
 std::byte* base_in(std::byte* reserved) {
   const uint64_t past = reinterpret_cast<uint64_t>(reserved) % kHugePageBytes;
   return reserved + (past ? kHugePageBytes - past : 0);

@@ -8,8 +8,8 @@
 // off. Threads: any.
 //
 //   window_pages.used(base, bytes);  // WindowHugePages: before each launch on a window of this process
-// Large pieces of the window that are in use, and only those, get huge pages: some at a time, so that no call takes much
-// longer. A window is memory that processes share; the system gives huge pages to such memory on this demand alone.
+// Pieces of 2 MiB that are mostly in use get huge pages, a few at a time: a launch waits some 20 ms for it at most. The
+// system gives memory that processes share no huge pages unless it is asked piece by piece.
 //
 //   prefer_huge_pages(output, bytes);   // before a large host buffer that may be fresh is written
 // The system then clears and maps its pages by 2 MiB: of 4 KiB each they cost more than what is written to

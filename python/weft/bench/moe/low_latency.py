@@ -130,10 +130,10 @@ class Samples:
         far = far_rows(inputs.routes, o.experts, o.ranks_per_node or me.size)
         self._network = self._open_network(inputs, far) if o.ranks_per_node else None
         received = round(traffic.received - far)
-        alike = self.y.get(
-            "high_throughput"
-        )  # zeros of the same shape, of which a large call has none to spare
-        self.back = alike if alike is not None else self._new_back(me.size)
+        alike = self.y.get("high_throughput")  # of the same shape: a large call has no memory to spare
+        if alike is None:
+            alike = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
+        self.back = alike
         copied = received if o.has_baselines else 0
         bytes_in, bytes_back = (copied * row_bytes(dtype, o.hidden) for dtype in (o.dtype, "bf16"))
         self.copy_in = peers.Memcpy(bytes_in, bench.device)
@@ -142,10 +142,6 @@ class Samples:
         self.replays = {name: self._capture(name, of_peer) for name, of_peer in captured.items()}
         has_round_trips = captured and o.tokens <= FEW_TOKENS
         self.round_trips = self._capture_round_trips(calls["weft"]) if has_round_trips else None
-
-    def _new_back(self, num_ranks: int) -> Tensor:
-        o = self.bench.options
-        return torch.zeros(o.tokens * num_ranks, o.hidden, dtype=torch.bfloat16, device=self.bench.device)
 
     def _open_network(self, inputs: Inputs, far: float) -> NetworkSamples:
         o = self.bench.options
@@ -193,7 +189,7 @@ class Samples:
                     self.bench.line_up()
                     self.bench.timed(f"{name} combine", self.replays[name][1])
                 else:
-                    self._sampled_pair(name, of_peer)
+                    self._pair(name, of_peer, self.bench.timed, self._line_up_if_long)
         if self.bench.tracer:
             return
         if self.round_trips:
@@ -263,9 +259,7 @@ class Samples:
             return
         self.bench.line_up()
         for _ in range(self.in_a_row):
-            self._all_to_all_pair(
-                self.bench.timed, self.bench.line_up if self.in_a_row == 1 else lambda: None
-            )
+            self._all_to_all_pair(self.bench.timed, self._line_up_if_long)
         for name, memcpy in (("memcpy dispatch", self.copy_in), ("memcpy combine", self.copy_back)):
             self.bench.line_up()
             for _ in range(self.in_a_row):
@@ -279,12 +273,12 @@ class Samples:
             self._network.add_to(row, step)
             row.extra["fan_out"] = "node" if self.once_per_node[step] else "direct"
 
-    def _sampled_pair(self, name: str, of_peer: Any) -> None:
-        """Take a pair's samples. Where it is long ranks line up between, as between graphs: else the combine of a rank
-        whose dispatch ended early would count what others still dispatch.
+    def _line_up_if_long(self) -> None:
+        """Line up between dispatch and combine of long calls, as between graphs: else the combine of a rank whose
+        dispatch ended early would count what others still dispatch.
         """
-        between = self.bench.line_up if self.in_a_row == 1 else lambda: None
-        self._pair(name, of_peer, self.bench.timed, between)
+        if self.in_a_row == 1:
+            self.bench.line_up()
 
     def _pair(
         self, name: str, of_peer: Any, timed: Timed, between: Callable[[], None] = lambda: None

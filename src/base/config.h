@@ -79,7 +79,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(nvjitlink, std::string, "", "path of libnvJitLink, which links kernels with NVSHMEM's device code; empty looks beside libnvrtc, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
   WEFT_OPTION(check, int64_t, 0, "1: before a collective moves anything, ranks compare what they call, and refuse a call that differs; slow", between(0, 1)) \
-  WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it", between(0, 1)) \
+  WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU, and ranks of one process, use each other's memory where the system allows it", between(0, 1)) \
   WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under windows of CPU ranks, and large CPU buffers that collectives use again or combine writes", between(0, 1)) \
   WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR, MSCCL_XML_FILES or MSCCL_CONFIG") \
   WEFT_OPTION(nccl_library, std::string, "", "path of the NCCL that the transport nccl uses and compat/nccl forwards to, or none; empty takes the one that is loaded, else looks in Python packages, then the system") \

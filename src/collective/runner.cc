@@ -119,6 +119,8 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const DirectTables tables = direct_tables(ranks, is_host);
   WEFT_TRY_ASSIGN(runner->direct_, LocalMemory::create(device, tables.end));
   if (is_host) WEFT_TRY(runner->probe_process_reads());
+  WEFT_TRY_ASSIGN(runner->addresses_, SharedAddresses::probe(*comm));
+  WEFT_TRY(runner->addresses_.write_tables(*runner->direct_, tables.windows_at));
   return runner;
 }
 
@@ -196,7 +198,7 @@ Result<DirectRule> CollectiveRunner::direct_rule() {
 
 void CollectiveRunner::place(BufferLayout& layout) const {
   const Communicator::WindowPlace found = comm_->find_window(layout.base);
-  if (found.number < 0 || found.number >= static_cast<int>(kMaxWindows)) return;
+  if (found.number < 0 || found.number >= kMaxWindows) return;
   layout.window = static_cast<uint32_t>(found.number) + 1;
   layout.window_at = found.offset;
 }

@@ -14,7 +14,7 @@
 // only send to, or only receive from, different ranks than others under way, reduce nothing and use no
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
-// two. A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
+// two. An exchange also goes straight between buffers of ranks of one process (shared_addresses.h). A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
 // names the silent rank, kClosed the window that this rank no longer has and the rank that used it, kInvalid
 // which rank called what where calls differ; after any of them every call fails: the ranks no longer agree on
 // message numbers. Ranks whose calls differ exchange no data: program_args.h says how. Where that leaves
@@ -32,6 +32,7 @@
 #include "base/stream_order.h"
 #include "base/tally.h"
 #include "collective/call_board.h"
+#include "collective/shared_addresses.h"
 #include "comm/window.h"
 #include "jit/jit.h"
 #include "memory/host_visible.h"
@@ -212,6 +213,7 @@ class CollectiveRunner {
   std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
+  SharedAddresses addresses_;
   std::vector<std::byte* const*> known_windows_;  // what direct_ holds
   uint64_t windows_version_ = 0;                  // that this is of
   std::vector<std::unique_ptr<LocalMemory>>

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "collective/runner.h"
+#include "collective/shared_addresses.h"
 #include "kernels/core/carver.h"
 
 namespace weft {
@@ -15,7 +16,6 @@ namespace weft {
 inline constexpr const char* kExchangeNames[kExchanges] = {"all_reduce", "all_gather", "reduce_scatter",
                                                            "all_to_all"};
 constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
-constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory peers may use directly
 
 // What direct_ holds.
 struct DirectTables {
@@ -24,7 +24,7 @@ struct DirectTables {
 inline DirectTables direct_tables(uint64_t ranks, bool is_host) {
   Carver carver;
   DirectTables tables{};
-  tables.windows_at = carver.take(kMaxWindows * sizeof(std::byte* const*));
+  tables.windows_at = carver.take((kMaxWindows + SharedAddresses::kPieces) * sizeof(std::byte* const*));
   tables.processes_at = carver.take(ranks * sizeof(uint32_t));
   tables.readers_at = carver.take(ranks * sizeof(uint32_t));
   tables.bounce_at = carver.take(is_host ? kBounceBytes : 16, 4096);

@@ -609,6 +609,85 @@ static void in_one_process(void) {
   OK(ncclCommDestroy(comms[0]));
 }
 
+/* Large calls of one process: peers reach each other's buffers, which lie in no window. */
+enum { kPeers = 3, kMostElems = 300000 };
+static ncclComm_t peers[kPeers];
+static float *sent[kPeers], *got[kPeers];
+
+static float value_of(int peer, size_t at) { return (float)((peer + 1) * 1000 + at % 977); }
+
+static void fill_all(size_t elems) {
+  for (int p = 0; p < kPeers; ++p)
+    for (size_t i = 0; i < elems; ++i) {
+      sent[p][i] = value_of(p, i);
+      got[p][i] = -1;
+    }
+}
+
+/* What rank p has at i after a call with `elems` a rank, and how many elements it has. */
+typedef float (*Expected)(int p, size_t i, size_t elems);
+static float sum_of_all(int p, size_t i, size_t elems) {
+  (void)p, (void)elems;
+  return value_of(0, i) + value_of(1, i) + value_of(2, i);
+}
+static float part_of_sum(int p, size_t i, size_t elems) { return sum_of_all(p, p * elems + i, elems); }
+static float gathered(int p, size_t i, size_t elems) { return (void)p, value_of((int)(i / elems), i % elems); }
+static float exchanged(int p, size_t i, size_t elems) {
+  return value_of((int)(i / elems), p * elems + i % elems);
+}
+static float of_last(int p, size_t i, size_t elems) {
+  (void)p, (void)elems;
+  return value_of(kPeers - 1, i);
+}
+static float of_previous(int p, size_t i, size_t elems) {
+  (void)elems;
+  return value_of((p + kPeers - 1) % kPeers, i);
+}
+
+static void must_have(Expected expected, size_t elems, size_t count) {
+  for (int p = 0; p < kPeers; ++p)
+    for (size_t i = 0; i < count; ++i) MUST(got[p][i] == expected(p, i, elems));
+}
+
+static void in_one_process_large(void) {
+  OK(ncclCommInitAll(peers, kPeers, NULL));
+  for (int p = 0; p < kPeers; ++p) {
+    sent[p] = malloc(kPeers * kMostElems * sizeof(float));
+    got[p] = malloc(kPeers * kMostElems * sizeof(float));
+  }
+  const size_t sizes[] = {4096, 65536, 65539, kMostElems, 20480};
+  for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s) {
+    const size_t n = sizes[s], all = n * kPeers;
+#define EACH(call)                                              \
+  fill_all(all);                                                \
+  OK(ncclGroupStart());                                         \
+  for (int p = 0; p < kPeers; ++p) OK(call);                    \
+  OK(ncclGroupEnd())
+    EACH(ncclAllReduce(sent[p], got[p], n, ncclFloat32, ncclSum, peers[p], NULL));
+    must_have(sum_of_all, n, n);
+    EACH(ncclReduceScatter(sent[p], got[p], n, ncclFloat32, ncclSum, peers[p], NULL));
+    must_have(part_of_sum, n, n);
+    EACH(ncclAllGather(sent[p], got[p], n, ncclFloat32, peers[p], NULL));
+    must_have(gathered, n, all);
+    EACH(ncclAlltoAll(sent[p], got[p], n, ncclFloat32, peers[p], NULL));
+    must_have(exchanged, n, all);
+    EACH(ncclBroadcast(sent[p], got[p], n, ncclFloat32, kPeers - 1, peers[p], NULL));
+    must_have(of_last, n, n);
+    fill_all(all);
+    OK(ncclGroupStart());
+    for (int p = 0; p < kPeers; ++p) {
+      OK(ncclSend(sent[p], n, ncclFloat32, (p + 1) % kPeers, peers[p], NULL));
+      OK(ncclRecv(got[p], n, ncclFloat32, (p + kPeers - 1) % kPeers, peers[p], NULL));
+    }
+    OK(ncclGroupEnd());
+    must_have(of_previous, n, n);
+    for (int p = 0; p < kPeers; ++p) /* no call writes into its input */
+      for (size_t i = 0; i < all; ++i) MUST(sent[p][i] == value_of(p, i));
+#undef EACH
+  }
+  for (int p = 0; p < kPeers; ++p) OK(ncclCommDestroy(peers[p]));
+}
+
 /* What the ABI fixes. */
 static void abi(void) {
   MUST(sizeof(ncclUniqueId) == 128 && sizeof(ncclConfig_t) == 96 && sizeof(ncclSimInfo_t) == 24);
@@ -635,6 +714,7 @@ int main(int count, char** arguments) {
                {"messages_differ", messages_differ},
                {"aborts", aborts},
                {"in_one_process", in_one_process},
+               {"in_one_process_large", in_one_process_large},
                {"abi", abi}};
   for (size_t i = 0; i < sizeof tests / sizeof tests[0]; ++i)
     if (!strcmp(tests[i].name, arguments[1])) return tests[i].run(), 0;

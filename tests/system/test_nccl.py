@@ -141,6 +141,15 @@ def test_several_communicators_in_one_process(program: Path, tmp_path: Path) -> 
     _pass(program, "in_one_process", 1, tmp_path)
 
 
+@pytest.mark.parametrize("reads", ["1", "0"])
+def test_large_calls_in_one_process(program: Path, tmp_path: Path, reads: str) -> None:
+    _pass(program, "in_one_process_large", 1, tmp_path, WEFT_PROCESS_READS=reads)
+
+
+def test_large_calls_in_one_process_by_exchanges(program: Path, tmp_path: Path, exchanges: str) -> None:
+    _pass(program, "in_one_process_large", 1, tmp_path, WEFT_PROGRAM_BOOK=exchanges)
+
+
 def test_layouts_are_those_of_the_abi(program: Path, tmp_path: Path) -> None:
     _pass(program, "abi", 1, tmp_path)
 

@@ -99,10 +99,15 @@ Result<int> cuda_device_attribute(int ordinal, int attribute) {
 Result<CudaContext> CudaContext::enter(int ordinal) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CUcontext context, primary_context(*driver, ordinal));
+  return enter(context);
+}
+
+Result<CudaContext> CudaContext::enter(CUcontext context) {
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   CUcontext current = nullptr;
   if (driver->cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context)
     return CudaContext(driver, false);  // as in a thread that has used torch on this device
-  WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), "entering CUDA device {}", ordinal));
+  WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), "entering a CUDA context"));
   return CudaContext(driver, true);
 }
 

@@ -183,6 +183,7 @@ struct CUlaunchConfig {
   WEFT_CUDA_FUNCTION(cuDeviceGetP2PAttribute, cuDeviceGetP2PAttribute, (int*, int, CUdevice, CUdevice))     \
   WEFT_CUDA_FUNCTION(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice))            \
   WEFT_CUDA_FUNCTION(cuCtxGetCurrent, cuCtxGetCurrent, (CUcontext*))                                        \
+  WEFT_CUDA_FUNCTION(cuCtxCreate, cuCtxCreate_v2, (CUcontext*, unsigned, CUdevice))                         \
   WEFT_CUDA_FUNCTION(cuCtxPushCurrent, cuCtxPushCurrent_v2, (CUcontext))                                    \
   WEFT_CUDA_FUNCTION(cuCtxPopCurrent, cuCtxPopCurrent_v2, (CUcontext*))                                     \
   WEFT_CUDA_FUNCTION(cuCtxGetDevice, cuCtxGetDevice, (CUdevice*))                                           \
@@ -281,6 +282,7 @@ Result<int> cuda_device_attribute(int ordinal, int attribute);
 class CudaContext {
  public:
   static Result<CudaContext> enter(int ordinal);
+  static Result<CudaContext> enter(CUcontext context);  // another one than the primary
   CudaContext(CudaContext&& other) noexcept
       : driver_(other.driver_), is_pushed_(std::exchange(other.is_pushed_, false)) {}
   CudaContext& operator=(CudaContext&&) = delete;

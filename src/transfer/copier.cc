@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transfer/copier.h"
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -9,6 +10,31 @@
 
 namespace weft::transfer {
 namespace {
+
+std::atomic<bool> in_own_context = false;
+
+// Made on first use and kept.
+Result<CUcontext> own_context(const CudaDriver& driver, int ordinal) {
+  static std::mutex mutex;
+  static std::map<int, CUcontext> contexts;
+  std::lock_guard lock(mutex);
+  if (auto found = contexts.find(ordinal); found != contexts.end()) return found->second;
+  CUdevice device = 0;
+  CUcontext context = nullptr, popped = nullptr;
+  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
+  WEFT_TRY(cuda_status(driver.cuCtxCreate(&context, 0, device), "making a context for copies on device {}",
+                       ordinal));
+  WEFT_TRY(cuda_status(driver.cuCtxPopCurrent(&popped), "leaving the context for copies"));
+  contexts[ordinal] = context;
+  return context;
+}
+
+Result<CudaContext> enter_copies(int device) {
+  if (!in_own_context.load(std::memory_order_relaxed)) return CudaContext::enter(device);
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  WEFT_TRY_ASSIGN(CUcontext context, own_context(*driver, device));
+  return CudaContext::enter(context);
+}
 
 // One stream per device, made on first use and kept: copies neither wait for nor hold up the user's streams.
 Result<CUstream> copy_stream(const CudaDriver& driver, int device) {
@@ -35,6 +61,10 @@ Status cuda_copy(void* to, const void* from, uint64_t bytes, int device) {
 
 }  // namespace
 
+void copy_in_own_context() {
+  in_own_context.store(true, std::memory_order_relaxed);
+}
+
 Status copy_to_host(void* host, const void* from, uint64_t bytes, const provider::Range& range) {
   if (range.kind == provider::MemoryKind::kCuda) return cuda_copy(host, from, bytes, range.device);
   if (bytes) std::memcpy(host, from, bytes);
@@ -52,7 +82,7 @@ CopyQueue::CopyQueue(int device) : device_(device) {}
 CopyQueue::~CopyQueue() {
   if (!event_) return;
   const auto driver = cuda_driver();
-  auto context = CudaContext::enter(device_);
+  auto context = enter_copies(device_);
   if (driver.ok() && context.ok()) (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
 }
 
@@ -63,7 +93,7 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
     return {};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device_));
+  WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   WEFT_TRY(cuda_status(driver->cuMemcpyAsync(address(to), address(from), bytes, stream), "copying {} bytes",
                        bytes));
@@ -74,7 +104,7 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
 Status CopyQueue::seal() {
   if (!is_pending_) return {};
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device_));
+  WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   CUevent event = static_cast<CUevent>(event_);
   if (!event)
@@ -106,7 +136,7 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
   release();
   if (device >= 0) {
     WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-    WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device));
+    WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device));
     void* made = nullptr;
     WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes",
                          bytes));

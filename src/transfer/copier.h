@@ -5,7 +5,7 @@
 //   CopyQueue queue(range.device);                                      // or: several copies, asked for later
 //   queue.copy(a, b, n); queue.copy(c, d, m); queue.seal(); ... if (*queue.is_done()) ...
 // On the host a queue copies at once. Device copies run on a stream of their own, in no order with the user's
-// streams. Threads: one per queue. The CUDA paths have not been run on hardware.
+// streams. Threads: one per queue.
 #pragma once
 
 #include <memory>
@@ -13,6 +13,11 @@
 #include "providers/provider.h"
 
 namespace weft::transfer {
+
+// From now on copies of this library run in a CUDA context of their own on each GPU, which takes some hundred MB there. For
+// copies that a kernel waits for: a thread of the user that waits for that kernel inside the driver, as Tensor.cpu() does,
+// holds the lock of the primary context, and a copy there would wait for it. Before the first copy.
+void copy_in_own_context();
 
 // `range` says what kind of memory the other pointer is in.
 Status copy_to_host(void* host, const void* from, uint64_t bytes, const provider::Range& range);

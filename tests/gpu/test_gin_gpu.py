@@ -2,9 +2,8 @@
 """Ports through NCCL's own GIN: two GPUs of one host as two nodes, over libnccl-rma-weft.so or NCCL's own backends.
 
 NCCL has GIN here if NCCL_RMA_PLUGIN names a plug-in or a NIC is there; tools/gin-check brings everything. Kernels are
-compiled with NCCL's headers at first use, which takes seconds each. They do not pass yet, and Weft refuses such ports:
-who works on them sets ``kWorkOnGpus`` in transports/nccl/gin_ports.cc. GIN_SAME_HOST=1 tells NCCL the truth:
-both ranks on one host.
+compiled with NCCL's headers at first use, which takes seconds each. GIN_SAME_HOST=1 tells NCCL the truth: both ranks on
+one host.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ namespace weft::nccl_link {
 using nccl_gin::KnownWindow;
 using nccl_gin::kWindows;
 
-// tests/gpu/test_gin_gpu.py fails on GPUs: decision 56 has what was seen. Who works on it sets this to true.
-constexpr bool kWorkOnGpus = false;
-
 std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (nccl.version < kLeastVersionOfPorts)
     return text("NCCL {} is too old for ports through GIN, which need {} or newer",
@@ -26,8 +23,6 @@ std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (!nccl.CommQueryProperties || !nccl.DevCommCreate || !nccl.DevCommDestroy)
     return text("NCCL {} lacks the functions of a device communicator", version_text(nccl.version));
   if (nccl.serves_host) return "";
-  if (!kWorkOnGpus)
-    return "ports through GIN do not pass their tests on GPUs yet: take proxy for ranks of other nodes";
   const Result<std::string> found = find_headers(nccl.path, nccl.version);
   if (found.ok() && folder) *folder = *found;
   return found.status().message();

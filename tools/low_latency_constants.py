@@ -53,7 +53,7 @@ def constants(setting: str) -> Iterator[None]:
 
 
 def measure(rank: Rank, options: list[Options]) -> list[Row]:
-    """Return the rows of every setting. Collective; the same on every rank but for what only rank 0 knows."""
+    """Return the rows of every setting. Collective; for rank 0 to report."""
     return [row for of_shape in options for row in _measure_shape(Bench(rank, of_shape))]
 
 
@@ -89,6 +89,7 @@ def _measure_shape(bench: Bench) -> list[Row]:
         kernel_time.add_kernel_times(of_setting, times)
         for row in of_setting:
             row.series = row.extra["constants"] = setting
+            row.extra["pair"] = o.dtype
         rows += of_setting
     return rows
 
@@ -158,16 +159,20 @@ def _options(args: argparse.Namespace, device: str) -> list[Options]:
 
 def _report(args: argparse.Namespace, rows: list[Row]) -> None:
     command = shlex.join(["tools/low_latency_constants.py", *sys.argv[1:]])
-    columns = ("constants", "kernel_us", "kernel_warm_us")
+    columns = ("pair", "constants", "kernel_us", "kernel_warm_us")
     report = Report("low-latency constants", extra_columns=columns, command=command, wide=args.wide)
     for row in rows:
         report.add(row)
-    general = {(row.call, row.dtype, row.tokens): row for row in rows if row.series == SETTINGS[0]}
+    general = {_call(row): row for row in rows if row.series == SETTINGS[0]}
     for row in rows:
         if row.series != SETTINGS[0]:
-            report.note(_against(row, general[row.call, row.dtype, row.tokens]))
+            report.note(_against(row, general[_call(row)]))
     report.note("results of all settings are the same, bit for bit")
     report.finish(args.json, args.plot)
+
+
+def _call(row: Row) -> tuple[object, ...]:
+    return row.call, row.tokens, row.extra["pair"]
 
 
 def _against(row: Row, general: Row) -> str:
@@ -176,7 +181,7 @@ def _against(row: Row, general: Row) -> str:
         name.replace("_", " "): (row.extra[name], general.extra[name]) for name in names if name in row.extra
     }
     changes = ", ".join(f"{name} {100 * (us / before - 1):+.1f} %" for name, (us, before) in pairs.items())
-    return f"{row.call}, {row.tokens} tokens, {row.dtype}, {row.series}: {changes}"
+    return f"{row.call}, {row.tokens} tokens, {row.extra['pair']} pair, {row.series}: {changes}"
 
 
 def _numbers(given: str) -> list[int]:

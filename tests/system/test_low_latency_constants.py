@@ -14,7 +14,6 @@ from torch import Tensor
 
 import weft
 from weft import _core
-from weft.errors import Error
 from weft.runtime import nvrtc
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
@@ -90,12 +89,3 @@ def test_results_are_those_of_the_general_kernels(
         compiled = _core.compile_kernel(_core.KernelKey(**row), "sm_90a")
         assert len(compiled.cubin) > 0
         assert "0 bytes stack frame" in compiled.log  # the copy of the arguments is none in the end
-
-
-def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("WEFT_LOW_LATENCY_CONSTANTS", "some")
-        _core.config_reload()
-        with pytest.raises(Error, match="WEFT_LOW_LATENCY_CONSTANTS: got some, allowed: never, sizes or calls"):
-            weft.Communicator(None)
-    _core.config_reload()

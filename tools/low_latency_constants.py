@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What low-latency calls take with each value of WEFT_LOW_LATENCY_CONSTANTS, in one run, and whether results are the same.
+"""What low-latency calls take with each value of WEFT_LOW_LATENCY_CONSTANTS, in one run.
 
     tools/low_latency_constants.py --tokens 128,1 --dtype fp8,bf16 [--ranks N] [--json FILE]
 
-For each number of tokens and each dtype every value has a buffer of its own, all in one process group. Their results are
-compared bit for bit. Then they take turns in each sample: a dispatch, a combine and ten pairs in one graph (us), each after
-the L2 cache was written over. Then buffers whose kernels note when their blocks began and ended say what these take
-(kernel us; in a graph of ten pairs kernel warm us). Times are the slowest rank's. Without a GPU ranks run on the CPU, without
-graphs of pairs.
+For each number of tokens and each dtype every value has a buffer of its own, all in one process group. Their results
+are compared bit for bit. Then they take turns in each sample: a dispatch, a combine and ten pairs in one graph (us),
+each after the L2 cache was written over. Then buffers whose kernels note when their blocks began and ended say what
+these take (kernel us; in a graph of ten pairs kernel warm us). Times are the slowest rank's. Without a GPU ranks run
+on the CPU, without graphs of pairs.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def _compare(
                 )
 
 
-def _results(
-    calls: peers.LowLatency, inputs: Inputs, topk_idx: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _results(calls: peers.LowLatency, inputs: Inputs, topk_idx: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what a pair of calls gives, rows that were not written left out."""
     rows, counts, handle = calls.dispatch(inputs.mine, topk_idx)
     parts = dict(zip(("rows", "scales"), rows if isinstance(rows, tuple) else (rows,), strict=False))
@@ -185,10 +183,10 @@ def _against(row: Row, general: Row) -> str:
 
 
 def _numbers(given: str) -> list[int]:
-    numbers = [int(word) for word in given.split(",")]
-    if min(numbers) < 1:
+    words = given.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"got {given}, allowed: 1 or more, with commas between")
-    return numbers
+    return [int(word) for word in words]
 
 
 def _dtypes(given: str) -> list[str]:
@@ -214,7 +212,9 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     ranks = args.ranks or gpus or 2
     if ranks < 2 or (gpus and ranks > gpus):
-        parser.error(f"--ranks: got {ranks}, allowed: 2 or more, one for each GPU where there are any ({gpus})")
+        parser.error(
+            f"--ranks: got {ranks}, allowed: 2 or more, one for each GPU where there are any ({gpus})"
+        )
     torch.set_num_threads(1)  # ranks are forked from here and inherit no threads
     options = _options(args, "cuda" if gpus else "cpu")
     rows = run_job(measure, options, num_ranks=lambda: ranks, deadline_s=DEADLINE_S)

@@ -57,7 +57,8 @@ TEST(LowLatencyKnown, AFunctionBeforeTheKernelSetsWhatIsKnown) {
   EXPECT_THAT(key.prelude, HasSubstr("  args.call.max_tokens = 128u;\n"));
   EXPECT_THAT(key.prelude, HasSubstr("  args.call.half_bytes = 5368709120u;\n"));
   EXPECT_THAT(key.prelude, HasSubstr("  low_latency_dispatch(args, mesh, shape);\n"));
-  EXPECT_THAT(kernel_source(key, 0, 0), HasSubstr("weft::low_latency_dispatch_of_form<weft::MappedMesh, Shape>(args"));
+  EXPECT_THAT(kernel_source(key, 0, 0),
+              HasSubstr("weft::low_latency_dispatch_of_form<weft::MappedMesh, Shape>(args"));
 }
 
 TEST(LowLatencyKnown, TokensAndGridAreOfCallsAlone) {

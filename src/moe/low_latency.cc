@@ -308,9 +308,8 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   const std::string& known = config().low_latency_constants;
   if (limits_.is_cuda && known == "never" && form.padding == 0 && form.expert_rows == 0)
     prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
-  WEFT_TRY_ASSIGN(
-      const Kernel* kernel,
-      kernel_on_mesh(*window_, with_known(low_latency_key(shape, plan.in_bulk), args, known), how));
+  KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, known);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), how));
   return PlannedDispatch{form, shape, args, how, kernel};
 }
 
@@ -399,10 +398,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
     args.receive_splits = receiving.receive_splits;
     args.piece_splits = receiving.piece_splits;
   }
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_,
-                                                       with_known(low_latency_key(shape, plan.in_bulk), args,
-                                                                  config().low_latency_constants),
-                                                       receiving.how));
+  KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, config().low_latency_constants);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), receiving.how));
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
 }
 

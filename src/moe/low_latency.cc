@@ -2,14 +2,12 @@
 #include "moe/low_latency.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 #include "base/config.h"
-#include "base/cuda_driver.h"
-#include "base/log.h"
 #include "jit/mesh_launch.h"
 #include "moe/kernel_keys.h"
+#include "moe/low_latency_known.h"
 #include "topology/nvml.h"
 
 namespace weft {
@@ -272,35 +270,6 @@ Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* a
   return limits_.is_cuda ? Status{} : fault();
 }
 
-// What calls that have ended so far have masked: on a GPU, earlier ones. The peer is told, in case that it comes back.
-void LowLatency::note_silent() {
-  for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    if (load_relaxed(waits_.silent + peer) == 0 || known_masked_[peer]) continue;
-    log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
-             rank(), peer, waits_.timeout_s);
-    comm_->peers().mask(static_cast<int>(peer), true);
-    known_masked_[peer] = true;
-  }
-}
-
-void LowLatency::forget_mask(uint32_t peer) {
-  store_relaxed(waits_.silent + peer, 0u);
-  known_masked_[peer] = false;
-  comm_->peers().mask(static_cast<int>(peer), false);
-}
-
-// Others leave this rank out: alone, it would wait for each of them and compute without their rows.
-Status LowLatency::own_mask() {
-  const std::string maskers = comm_->peers().maskers();
-  if (maskers.empty()) return {};
-  return Status::make(
-      Code::kPeerLost,
-      "rank {} (this rank) was given up by {}: it stayed silent in a low-latency call past their "
-      "deadline and is masked, allowed: a new buffer of all ranks (to unmask it helps only a rank that has "
-      "missed no call)",
-      rank(), maskers);
-}
-
 Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
   LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
   all.grid_sms = form.grid_sms;
@@ -335,10 +304,12 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
                                                                  shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
-  // for these knows what its results will be.
-  if (limits_.is_cuda && form.padding == 0 && form.expert_rows == 0)
+  // for these knows what its results will be; nor where its kernel depends on what only the combine says.
+  const std::string& known = config().low_latency_constants;
+  if (limits_.is_cuda && known == "never" && form.padding == 0 && form.expert_rows == 0)
     prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape, plan.in_bulk), how));
+  KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, known);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), how));
   return PlannedDispatch{form, shape, args, how, kernel};
 }
 
@@ -423,8 +394,12 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);
-  WEFT_TRY_ASSIGN(const Kernel* kernel,
-                  kernel_on_mesh(*window_, low_latency_key(shape, plan.in_bulk), receiving.how));
+  if (sends.blocks == plan.blocks) {  // the same in all launches
+    args.receive_splits = receiving.receive_splits;
+    args.piece_splits = receiving.piece_splits;
+  }
+  KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, config().low_latency_constants);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), receiving.how));
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
 }
 
@@ -458,43 +433,6 @@ Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint
 
 Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const {
   return limits_.is_cuda ? Status() : check_expert_ids(ids, id_bytes, count, experts);
-}
-
-Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream) {
-  if (!limits_.is_cuda) {
-    for (uint64_t i = 0; i < words; ++i) store_relaxed(at + i, value);
-    return {};
-  }
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(at), value, words,
-                                              static_cast<CUstream>(stream)),
-                     "set a mask");
-}
-
-Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
-  if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
-  if (!masked) forget_mask(rank);
-  known_masked_[rank] = masked;
-  return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
-}
-
-Status LowLatency::clear_masks(void* stream) {
-  for (uint32_t peer = 0; peer < ranks(); ++peer) forget_mask(peer);
-  return write_words(masks(), 0, ranks(), stream);
-}
-
-Status LowLatency::query_masks(int32_t* out, void* stream) {
-  if (waits_.may_mask) note_silent();
-  const uint64_t bytes = ranks() * sizeof(int32_t);
-  if (!limits_.is_cuda) {
-    std::memcpy(out, masks(), bytes);
-    return {};
-  }
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(
-      driver->cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(out), reinterpret_cast<CUdeviceptr>(masks()), bytes,
-                            static_cast<CUstream>(stream)),
-      "read the masks");
 }
 
 }  // namespace weft

@@ -196,9 +196,17 @@ Result<DirectRule> CollectiveRunner::direct_rule() {
   return rule;
 }
 
-void CollectiveRunner::place(BufferLayout& layout) const {
-  const Communicator::WindowPlace found = comm_->find_window(layout.base);
-  if (found.number < 0 || found.number >= kMaxWindows) return;
+// Where peers find memory: in a window, or at an address that all ranks share.
+Communicator::WindowPlace CollectiveRunner::find_place(const std::byte* memory) const {
+  const Communicator::WindowPlace found = comm_->find_window(memory);
+  if (found.number < 0) return addresses_.find(memory);
+  return found.number < kMaxWindows ? found : Communicator::WindowPlace{};
+}
+
+// On GPUs peers read a buffer more slowly than its owner stores into their slots: an address is for their stores alone.
+void CollectiveRunner::place(BufferLayout& layout, bool is_stored_to) const {
+  const Communicator::WindowPlace found = find_place(layout.base);
+  if (found.number < 0 || (found.number >= kMaxWindows && limits_.is_cuda && !is_stored_to)) return;
   layout.window = static_cast<uint32_t>(found.number) + 1;
   layout.window_at = found.offset;
 }
@@ -263,6 +271,7 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
                   args,
                   text.scratch_chunks,
                   text.refers_only,
+                  std::ranges::any_of(text.steps, [](const auto& step) { return (step.direct & kMayStore) != 0; }),
                   std::move(source),
                   {},
                   {},

@@ -14,7 +14,8 @@
 // only send to, or only receive from, different ranks than others under way, reduce nothing and use no
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
-// two. An exchange also goes straight between buffers of ranks of one process (shared_addresses.h). A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
+// two. So are buffers of ranks of one process, in no window (shared_addresses.h). A window must not be destroyed
+// on some ranks while others still pass memory in it. Errors: kPeerLost
 // names the silent rank, kClosed the window that this rank no longer has and the rank that used it, kInvalid
 // which rank called what where calls differ; after any of them every call fails: the ranks no longer agree on
 // message numbers. Ranks whose calls differ exchange no data: program_args.h says how. Where that leaves
@@ -161,6 +162,7 @@ class CollectiveRunner {
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint32_t scratch_chunks;
     bool refers_only;
+    bool stores;              // some step may store into a peer's buffer
     std::string source;       // of its own kernel; empty where it has too many steps
     uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
     CallRecord record;        // what is the same in all its calls
@@ -183,7 +185,8 @@ class CollectiveRunner {
   Status probe_process_reads();
   uint64_t message_bytes(const Program& program, Protocol protocol) const;
   Result<DirectRule> direct_rule();
-  void place(BufferLayout& layout) const;
+  Communicator::WindowPlace find_place(const std::byte* memory) const;
+  void place(BufferLayout& layout, bool is_stored_to) const;
   void ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output);
   static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);

@@ -100,16 +100,13 @@ Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input,
   return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
 }
 
-// Where peers find a buffer, as in a descriptor: in a window, or at an address that all ranks share. Sets the table of base
-// addresses there.
+// Where peers find a buffer, as in a descriptor; sets the table of base addresses there.
 uint64_t CollectiveRunner::descriptor(std::byte* memory, std::byte* const** bases) const {
-  Communicator::WindowPlace found = comm_->find_window(memory);
-  if (found.number < 0) {
-    found = addresses_.find(memory);
-    if (found.number >= 0) *bases = addresses_.table(found.number);
-  } else if (static_cast<size_t>(found.number) < known_windows_.size()) {
+  const Communicator::WindowPlace found = find_place(memory);
+  if (found.number >= kMaxWindows)
+    *bases = addresses_.table(found.number);
+  else if (found.number >= 0 && static_cast<size_t>(found.number) < known_windows_.size())
     *bases = known_windows_[static_cast<size_t>(found.number)];  // which direct_ holds already
-  }
   const bool fits = *bases && found.offset % 16 == 0 && found.offset / 16 < uint64_t{1} << kDescriptorOffsetBits;
   return fits ? (static_cast<uint64_t>(found.number) + 1) << kDescriptorOffsetBits | found.offset / 16 : 0;
 }

@@ -151,7 +151,8 @@ Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std:
     // One part of all chunks: every scratch chunk has its full size.
     args.buffers[2] = {memory, planned.scratch_elems, planned.program->scratch_chunks, 0, nullptr, 0};
   }
-  for (BufferLayout& layout : args.buffers) place(layout);
+  const bool is_stored_to = planned.program->stores && form.input_table.empty();
+  for (BufferLayout& layout : args.buffers) place(layout, is_stored_to);
   if (comm_->device().is_host()) ask_huge_pages(planned, input, output);
   if (!form.input_table.empty()) {
     WEFT_TRY_ASSIGN(args.buffers[0].table, table(planned.input, input_table_, stream));

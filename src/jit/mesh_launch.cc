@@ -6,6 +6,7 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
+#include "base/stream_order.h"
 #include "kernels/target/host.h"
 
 namespace weft {
@@ -30,6 +31,14 @@ class Helping {
   Link* const ports_;
   const HostHelp outer_;
 };
+
+Status check_capture(const Link& ports, Device device, void* stream) {
+  const std::string why = ports.why_no_graphs();
+  if (why.empty()) return {};
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device, stream));
+  return is_captured ? Status::make(Code::kUnsupported, "a call while a CUDA graph is captured, allowed: outside: {}", why)
+                     : Status();
+}
 
 }  // namespace
 
@@ -82,6 +91,7 @@ Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& 
     return !ports ? Status() : losses == Losses::kAreErrors ? comm.port_status() : ports->fault();
   };
   WEFT_TRY(status());
+  if (ports) WEFT_TRY(check_capture(*ports, comm.device(), how.stream));
   window.used();
   const Helping helping(window.communicator()->device().is_host() ? ports : nullptr);
   const MeshPart& mesh = window.mesh();

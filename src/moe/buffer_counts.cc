@@ -5,6 +5,7 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "base/stream_order.h"
 #include "moe/buffer.h"
 
 namespace weft {
@@ -12,6 +13,15 @@ namespace {
 
 const RankCounts* rank_counts(const CountReport* report) {
   return reinterpret_cast<const RankCounts*>(report + 1);
+}
+
+// Nothing runs while a graph is captured.
+Status check_waits_may_end(Device device, void* stream) {
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device, stream));
+  if (!is_captured) return {};
+  return Status::make(Code::kUnsupported,
+                      "dispatch while a CUDA graph is captured: got no num_worst_tokens and no handle, so the host would "
+                      "wait for counts, allowed: either of the two");
 }
 
 KernelKey key_of_notify(const HighThroughputShape&) {
@@ -56,6 +66,7 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   if (levels_) WEFT_TRY(levels_->fits(call.format.combine_row_bytes, 0, call.format.top_k));
   prepare(call.format);
   const bool waits = call.worst_rows == 0;
+  if (waits) WEFT_TRY(check_waits_may_end(comm_->device(), call.order.after));
   if (!waits) WEFT_TRY(make_room_for_worst(call));
   const RowFormat& format = call.format;
   CountReport* report = waits ? awaited_report_ : unawaited_report();

@@ -121,6 +121,24 @@ def test_a_captured_graph_replays_with_new_routes() -> None:
         run_on_gpus(num_ranks, _check_graph)
 
 
+def _check_capture_of_counts(rank: Rank) -> None:
+    buffer = weft.Buffer(rank.group, num_nvl_bytes=16 << 20)
+    x, idx, weights = (tensor.cuda() for tensor in _inputs(rank.rank, 16, 256, 2, 2 * rank.size))
+    layout = _dispatch_args(buffer, idx, 2 * rank.size)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(weft.Error, match="while a CUDA graph is captured.*num_worst_tokens"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
+    received, *_ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
+    assert received.size(1) == x.size(1)
+
+
+def test_a_dispatch_that_waits_for_counts_is_refused_in_a_graph() -> None:
+    run_on_gpus(2, _check_capture_of_counts)
+
+
 def _check_lost_peer(rank: Rank) -> str:
     buffer = weft.Buffer(rank.group, num_nvl_bytes=1 << 20, timeout_s=2.0)
     x, idx, weights = (tensor.cuda() for tensor in _inputs(rank.rank, 16, 256, 2, 2 * rank.size))

@@ -52,7 +52,9 @@ struct RendezvousRecord {
   uint64_t handle;  // these three must agree on all ranks
   uint64_t row_bytes;
   uint64_t extras;  // what else travels with a row: see row_extras()
-  uint64_t reserved[2];
+  // Of a rank that found no room: it takes no rows, so nobody sends any.
+  uint64_t lacking_bytes;  // what it needs in one piece; 0: it has room
+  uint64_t free_bytes;     // its largest free piece
 };
 static_assert(sizeof(RendezvousRecord) == 64);
 WEFT_DEVICE constexpr uint64_t row_extras(uint64_t scale_words, uint64_t top_k, uint64_t id_bytes) {
@@ -63,6 +65,7 @@ WEFT_DEVICE constexpr uint64_t row_extras(uint64_t scale_words, uint64_t top_k, 
 inline constexpr uint64_t kOtherHandle = 0;
 inline constexpr uint64_t kOtherRowBytes = 1;
 inline constexpr uint64_t kOtherExtras = 2;
+inline constexpr uint64_t kLacksRoom = 3;
 
 // Per rank, what the host learns from the counts.
 struct RankCounts {

@@ -14,7 +14,7 @@ struct Rendezvous {
   uint64_t signal_at;
   uint64_t record_at;
   Site silent;    // the peer's record never came
-  Site mistaken;  // it names another dispatch
+  Site mistaken;  // it names another dispatch, or a rank that has no room
 };
 
 template <class MeshT>
@@ -63,12 +63,16 @@ WEFT_DEVICE void post_record(const Rendezvous& x, Warp warp, const MeshT& mesh, 
 }
 
 WEFT_DEVICE bool agrees(const RendezvousRecord& theirs, const RendezvousRecord& mine) {
-  return theirs.handle == mine.handle && theirs.row_bytes == mine.row_bytes && theirs.extras == mine.extras;
+  return theirs.handle == mine.handle && theirs.row_bytes == mine.row_bytes && theirs.extras == mine.extras &&
+         (theirs.lacking_bytes | mine.lacking_bytes) == 0;
 }
 
 WEFT_DEVICE void raise_mistaken(const Rendezvous& x, const WaitRule& rule, uint32_t peer,
                                 const RendezvousRecord& mine, const RendezvousRecord& theirs) {
-  if (theirs.handle != mine.handle)
+  if (mine.lacking_bytes != 0) return;  // its host has said so
+  if (theirs.lacking_bytes != 0)
+    raise(rule.fault, x.mistaken, rule.self, peer, theirs.lacking_bytes, theirs.free_bytes, kLacksRoom);
+  else if (theirs.handle != mine.handle)
     raise(rule.fault, x.mistaken, rule.self, peer, mine.handle, theirs.handle, kOtherHandle);
   else if (theirs.row_bytes != mine.row_bytes)
     raise(rule.fault, x.mistaken, rule.self, peer, mine.row_bytes, theirs.row_bytes, kOtherRowBytes);

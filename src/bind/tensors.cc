@@ -138,6 +138,18 @@ nb::bytes plain_forms(nb::args values) {
   return nb::bytes(key.data(), key.size());
 }
 
+// Where each tensor begins, 8 bytes for each: another string once one has moved, or its memory is gone.
+nb::bytes addresses(nb::args values) {
+  std::string places;
+  places.reserve(64);
+  for (nb::handle value : values) {
+    TensorAddress at;
+    if (!read_address(value.ptr(), at)) at.value = 0;
+    append(places, at.value);
+  }
+  return nb::bytes(places.data(), places.size());
+}
+
 // table: torch's capsule. Returns whether the table is one that this file knows.
 bool read_plain_tensors_by(nb::capsule table, nb::tuple types) {
   const auto* candidate = static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api"));
@@ -239,6 +251,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
   module.def("plain_forms", &plain_forms);
+  module.def("addresses", &addresses);
   nb::class_<TensorMaker>(module, "TensorMaker")
       .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list, nb::object, nb::object, nb::object>(),
            nb::arg("empty"), nb::arg("part"), nb::arg("count"), nb::arg("memory"), nb::arg("parts"),

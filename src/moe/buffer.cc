@@ -36,13 +36,6 @@ TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   return caller;
 }
 
-// Runs a call, and again where the window had no room for it and more could be made.
-template <class Run>
-std::invoke_result_t<Run> with_room(const MoreRoom& more_room, Run run) {
-  auto result = run();
-  return lacks_room(result) && more_room && more_room() ? run() : std::move(result);
-}
-
 // Of the memory that the host and kernels see.
 struct VisibleOffsets {
   explicit VisibleOffsets(uint32_t ranks) {
@@ -242,6 +235,20 @@ Status MoeBuffer::follow(void* stream) {
   return last_call_.note(stream);
 }
 
+template <class Run, class Refuse>
+std::invoke_result_t<Run> MoeBuffer::with_room(const MoreRoom& more_room, Run run, Refuse refuse) {
+  lacking_ = {};
+  auto result = run();
+  if (lacking_.bytes != 0 && more_room && more_room()) {
+    lacking_ = {};
+    result = run();
+  }
+  if (lacking_.bytes == 0) return result;
+  const Status told = refuse();
+  if (!told.ok()) return told;
+  return result;
+}
+
 // Each call, counted; its bytes are those of rows that travel, as far as the host knows.
 Status MoeBuffer::layout(const LayoutArgs& call, void* stream) {
   return tally_.count(layouts_, {0, call.tokens, -1, false}, [&] { return run_layout(call, stream); });
@@ -249,9 +256,10 @@ Status MoeBuffer::layout(const LayoutArgs& call, void* stream) {
 
 Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   const CallFacts facts{call.handle.staging_rows * call.format.row_bytes, call.handle.tokens};
-  auto received = with_room(call.more_room, [&] {
-    return tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
-  });
+  auto received = with_room(
+      call.more_room,
+      [&] { return tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); }); },
+      [&] { return refuse(call); });
   if (received.ok()) count_rows(call.handle, false, call.format.row_bytes);
   return received;
 }
@@ -259,7 +267,8 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
 Status MoeBuffer::combine(const CombineCall& call) {
   const CallFacts facts{call.handle.staging_rows * call.row_bytes, call.handle.tokens};
   const Status status = with_room(
-      call.more_room, [&] { return tally_.count(combines_, facts, [&] { return run_combine(call); }); });
+      call.more_room, [&] { return tally_.count(combines_, facts, [&] { return run_combine(call); }); },
+      [&] { return refuse(call); });
   if (status.ok()) count_rows(call.handle, true, call.row_bytes);
   return status;
 }
@@ -307,21 +316,42 @@ Result<Received> MoeBuffer::send_rows(const DispatchCall& call, const Place& pla
   received.is_captured = place.is_captured;
   received.layout =
       receive_layout(handle.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, format.combine_row_bytes, format.top_k)));
+  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, format.combine_row_bytes, format.top_k),
+                          "dispatch"));
   WEFT_TRY(take_pieces(call, received));
+  const Status started = start_rows(call, received, place);
+  if (started.ok()) return received;
+  heap_.give(received.rows_at);
+  if (!received.is_one_piece) heap_.give(received.meta_at);
+  return started;
+}
 
+// Peers that have room would wait for this rank's record until their deadline.
+Status MoeBuffer::refuse(const DispatchCall& call) {
+  return in_order(call.order, [&](const Place& place) {
+    return place.is_captured ? Status() : start_rows(call, Received{}, place);
+  });
+}
+
+Status MoeBuffer::refuse(const CombineCall& call) {
+  return in_order(call.order, [&](const Place& place) {
+    return place.is_captured ? Status() : start_sums(call, place.stream);
+  });
+}
+
+Status MoeBuffer::start_rows(const DispatchCall& call, const Received& received, const Place& place) {
+  const RowFormat& format = call.format;
+  const DispatchHandle& handle = call.handle;
   DispatchArgs args{control(control_.dispatch_state), handle.memory, call};
   args.tokens = handle.tokens;
   // The report of another dispatch, or none yet, says nothing about this handle, which may be of another buffer.
   const bool is_reported = handle.counts_unknown && handle.id == unawaited_handle_;
   args.report = is_reported ? unawaited_report() : nullptr;
-  args.mine = {received.rows_at,
-               received.meta_at,
-               handle.rows,
-               handle.id,
-               format.row_bytes,
-               row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0),
-               {}};
+  args.mine = {
+      received.rows_at, received.meta_at,
+      handle.rows,      handle.id,
+      format.row_bytes, row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0),
+      lacking_.bytes,   lacking_.free_bytes};
   args.experts = handle.experts;
   args.experts_per_rank = experts_per_rank(handle.experts);
   args.id_bytes = format.id_bytes;
@@ -330,12 +360,8 @@ Result<Received> MoeBuffer::send_rows(const DispatchCall& call, const Place& pla
   const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
   args = in_roles(args, grid);
-  const Status launched = levels_ ? dispatch_on_levels(args, call, place.stream)
-                                  : launch(&dispatch_key, grid, &args, sizeof(args), shape, place.stream);
-  if (launched.ok()) return received;
-  heap_.give(received.rows_at);
-  if (!received.is_one_piece) heap_.give(received.meta_at);
-  return launched;
+  if (levels_) return dispatch_on_levels(args, call, place.stream);
+  return launch(&dispatch_key, grid, &args, sizeof(args), shape, place.stream);
 }
 
 Status MoeBuffer::run_combine(const CombineCall& call) {
@@ -345,17 +371,18 @@ Status MoeBuffer::run_combine(const CombineCall& call) {
 }
 
 Status MoeBuffer::send_sums(const CombineCall& call, void* stream) {
+  WEFT_TRY(ensure_staging(staging_bytes_of(call.handle.staging_rows, call.row_bytes, call.top_k), "combine"));
+  return start_sums(call, stream);
+}
+
+Status MoeBuffer::start_sums(const CombineCall& call, void* stream) {
   const DispatchHandle& handle = call.handle;
-  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, call.row_bytes, call.top_k)));
   CombineArgs args{control(control_.combine_state), handle.memory, call};
   args.tokens = handle.tokens;
-  args.mine = {staging_at_,
-               staging_at_ + round_up(handle.staging_rows * call.row_bytes, 16),
-               handle.staging_rows,
-               handle.id,
-               call.row_bytes,
-               row_extras(0, call.top_k, 0),
-               {}};
+  args.mine = {staging_at_,         staging_at_ + round_up(handle.staging_rows * call.row_bytes, 16),
+               handle.staging_rows, handle.id,
+               call.row_bytes,      row_extras(0, call.top_k, 0),
+               lacking_.bytes,      lacking_.free_bytes};
   if (comm_->device().is_host()) prefer_huge_pages(call.combined, handle.tokens * call.row_bytes);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   const GridPlan grid = plan_combine(ranks(), piece_bytes_of(shape), call.num_sms, limits_);

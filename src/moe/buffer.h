@@ -250,6 +250,7 @@ class MoeBuffer {
   Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
   Status run_layout(LayoutArgs args, void* stream);
+  Status check_layout_of(const NewDispatchCall& call) const;
   Result<Notified> notify(const NotifyCall& call);
   Result<Notified> run_notify(const NotifyCall& call);
   DispatchHandle handle_of(const NotifyCall& call, const Notified& notified) const;
@@ -274,8 +275,16 @@ class MoeBuffer {
   Status end(const CallOrder& order, const Place& place);
   template <class Run>
   std::invoke_result_t<Run, const Place&> in_order(const CallOrder& order, Run run);
+  // Runs a call, again where it found no room and more could be made, and `refuse` where there is still none.
+  template <class Run, class Refuse>
+  std::invoke_result_t<Run> with_room(const MoreRoom& more_room, Run run, Refuse refuse);
   Result<Received> send_rows(const DispatchCall& call, const Place& place);
   Status send_sums(const CombineCall& call, void* stream);
+  // Launch the kernels. Where `lacking_` says that this rank has no room no row moves, and peers raise why.
+  Status start_rows(const DispatchCall& call, const Received& received, const Place& place);
+  Status start_sums(const CombineCall& call, void* stream);
+  Status refuse(const DispatchCall& call);
+  Status refuse(const CombineCall& call);
   Status take_pieces(const DispatchCall& call, Received& received);
   Status open_trace();
   // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
@@ -290,7 +299,7 @@ class MoeBuffer {
     return levels_ ? levels_->most_staging_rows(worst_rows, most_tokens) : most_sent_rows;
   }
   Status grow(uint64_t bytes);
-  Status ensure_staging(uint64_t bytes);
+  Status ensure_staging(uint64_t bytes, const char* what);
   Result<uint64_t> take(uint64_t bytes, const char* what);
   uint32_t experts_per_rank(uint32_t experts) const;
 
@@ -326,6 +335,7 @@ class MoeBuffer {
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
+  Lacking lacking_;  // of the call under way
   std::vector<uint64_t>
       most_rows_bytes_;  // by rank: of dispatches whose counts were known, alike on all ranks
   PeerWatch::Alarm on_death_;

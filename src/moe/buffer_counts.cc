@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/stream_order.h"
 #include "moe/buffer.h"
+#include "moe/layout_check.h"
 
 namespace weft {
 namespace {
@@ -30,7 +31,17 @@ KernelKey key_of_notify(const HighThroughputShape&) {
 
 }  // namespace
 
+// Routes of a GPU are not looked at: the host would wait for them.
+Status MoeBuffer::check_layout_of(const NewDispatchCall& call) const {
+  if (!comm_->device().is_host() || !call.rows.topk_idx) return {};
+  const NotifyCall& counts = call.counts;
+  return check_layout({call.rows.topk_idx, counts.tokens, counts.format.top_k, counts.format.id_bytes,
+                       ranks(), counts.experts, experts_per_rank(counts.experts), 0, nullptr,
+                       const_cast<uint8_t*>(counts.token_in_rank), nullptr});
+}
+
 Result<Dispatched> MoeBuffer::dispatch_new(const NewDispatchCall& call) {
+  WEFT_TRY(check_layout_of(call));
   WEFT_TRY_ASSIGN(Notified notified, notify(call.counts));
   DispatchHandle handle = handle_of(call.counts, notified);
   if (levels_) {

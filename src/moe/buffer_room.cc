@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "moe/buffer.h"
+#include "moe/fault_text.h"
 #include "moe/room.h"
 
 namespace weft {
@@ -100,18 +101,15 @@ Status MoeBuffer::grow(uint64_t at_least_bytes) {
 
 Result<uint64_t> MoeBuffer::take(uint64_t bytes, const char* what) {
   if (std::optional<uint64_t> at = heap_.take(std::max<uint64_t>(bytes, 1))) return *at;
-  return logged(Status::make(
-      Code::kCapacity,
-      "{} {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
-      "free earlier outputs, or dispatch once with a new handle and outside a graph, which grows it",
-      kNoRoom, what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
+  lacking_ = {bytes, heap_.largest()};
+  return logged(no_room(static_cast<uint32_t>(comm_->rank()), what, lacking_));
 }
 
-Status MoeBuffer::ensure_staging(uint64_t bytes) {
+Status MoeBuffer::ensure_staging(uint64_t bytes, const char* what) {
   if (bytes <= staging_bytes_) return {};
   if (staging_bytes_ > 0) heap_.give(staging_at_);
   staging_bytes_ = 0;
-  WEFT_TRY_ASSIGN(staging_at_, take(bytes, "combine"));
+  WEFT_TRY_ASSIGN(staging_at_, take(bytes, what));
   staging_bytes_ = bytes;
   return {};
 }

@@ -182,6 +182,9 @@ Status extras_differ(const FaultBox& box) {
 
 // What a rank refused a peer's RendezvousRecord for.
 Status record_differs(const FaultBox& box) {
+  if (box.waited_ns == kLacksRoom)
+    return no_room(box.peer, box.site == Site::kCombineHandle ? "combine" : "dispatch",
+                   {box.expected, box.seen});
   if (box.waited_ns == kOtherExtras) return extras_differ(box);
   if (box.waited_ns == kOtherRowBytes)
     return differ("x (bytes per row)", box.self, box.expected, box.peer, box.seen);
@@ -200,6 +203,14 @@ Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, 
                                                        "topk_idx (top-k)", "num_experts",
                                                        "x (bytes per element)"};
   return differ(word < kAgreedWords ? kNames[word] : "arguments", self, mine, peer, theirs);
+}
+
+Status no_room(uint32_t rank, std::string_view call, const Lacking& lacking) {
+  return Status::make(
+      Code::kCapacity,
+      "num_nvl_bytes: rank {}: {} needs {} bytes in one piece, and {} are free; make it larger, free earlier "
+      "outputs, or dispatch once with a new handle and outside a graph, which grows it",
+      rank, call, lacking.bytes, lacking.free_bytes);
 }
 
 Status fault_status(const FaultBox& box, PeerWatch& peers) {

@@ -3,9 +3,12 @@
 // Turns what kernels record, when they give up or are traced, into the words that users read.
 #pragma once
 
+#include <string_view>
+
 #include "base/status.h"
 #include "bootstrap/peer_watch.h"
 #include "kernels/core/trace.h"
+#include "moe/room.h"
 
 namespace weft {
 
@@ -21,6 +24,9 @@ Status take_fault(FaultBox& box, PeerWatch& peers);
 
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs);
+
+// The error of a call that a rank has no room for, alike on all ranks.
+Status no_room(uint32_t rank, std::string_view call, const Lacking& lacking);
 
 // What TraceSpan::what stands for: "combine.push", or "wait dispatch.rendezvous" for a Site.
 std::string span_name(uint32_t what);

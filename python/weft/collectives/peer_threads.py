@@ -4,6 +4,7 @@
     receivers = PeerThreads("weft-recv")
     receivers.of(3)(run)          # after what rank 3 was given to before
     receivers.alone()(run_any)    # after all that was submitted before, and before all that comes later
+    receivers.end()               # take nothing more
 
 With one thread for all peers ranks that receive in another order than others send to them would wait in a circle.
 Threads: one caller at a time.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
-Run = Callable[[], None]  # raises nothing
+Run = Callable[[], object]  # raises nothing
 _EVERYONE = -1
 
 
@@ -34,6 +35,11 @@ class PeerThreads:
     def alone(self) -> Callable[[Run], None]:
         """Return what takes a message of some peer, beside which no other one is under way."""
         return partial(self._submit, _EVERYONE)
+
+    def end(self) -> None:
+        """Take nothing more; threads end with what they have."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False)
 
     def _submit(self, peer: int, run: Run) -> None:
         if peer not in self._threads:

@@ -4,11 +4,16 @@
     import weft.collectives.torch_backend                       # or weft.collectives.register_torch_backend()
     torch.distributed.init_process_group(backend="weft")
 
-It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the
-CPU a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run
-beside each other, so batched ones may come in any order; messages from one rank to another come in the order in which
-they were sent, and a receive with another tag fails on both ranks. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of
-sparse COO tensors.
+It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory.
+
+* On CUDA a collective is in the current stream's order.
+* On the CPU it is finished when the call returns. With ``async_op=True``, and in DDP, it runs in a thread of the group,
+  in the order of the calls, and wait() raises what went wrong. torch before 2.8 does not say which calls are
+  asynchronous: none is then.
+* Sends and receives run beside collectives and beside each other, so batched ones may come in any order. Messages from
+  one rank to another come in the order in which they were sent. A receive with another tag fails on both ranks.
+
+Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
 Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
 """
 
@@ -23,13 +28,22 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.calls import Collectives
+from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
 from weft.collectives.peer_threads import PeerThreads
-from weft.collectives.torch_work import Event, Pending, finished_work, profilers, seen_as
+from weft.collectives.torch_tensors import add_up, in_place, into, real_of
+from weft.collectives.torch_work import (
+    Event,
+    Pending,
+    collective,
+    finished_work,
+    in_modes_of_now,
+    profilers,
+    run_into,
+)
 from weft.errors import PeerLost, invalid
 from weft.runtime.communicator import connect
 from weft.runtime.roll_call import Gathering, RollCall
-from weft.runtime.tensors import lacking_memory
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -52,23 +66,6 @@ def _op(options: Any) -> str:
     raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory in a type that collectives have. Raises: Error for what has no memory here."""
-    if not isinstance(tensor, torch.Tensor):
-        raise invalid("tensor", type(tensor).__name__, "a torch.Tensor")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise invalid("tensor.device", tensor.device, "cpu or cuda")
-    if tensor.layout is not torch.strided:
-        raise invalid("tensor", tensor.layout, "a strided tensor")
-    if lack := lacking_memory(tensor):
-        raise invalid("tensor", lack, "a tensor with all its memory")
-    if tensor.is_complex():
-        if tensor.is_conj():
-            raise invalid("tensor", "a conjugated view", "a tensor, such as resolve_conj() returns")
-        return torch.view_as_real(tensor)
-    return tensor
-
-
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
@@ -78,7 +75,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
         self._store = store
         self._roll = RollCall(self._part_of_store("processes"), rank)
-        self._is_seen = False  # by a profiler
+        self._order = CallsInOrder("weft-collectives")
+        self._together: list[Any] | None = None  # works of calls that torch wants together
         self._name: str | None = None
         self._barrier = MonitoredBarrier(self._part_of_store("monitored"), rank, size)
         self._calls: dict[str, Collectives] = {}
@@ -120,9 +118,20 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Begin calls that torch wants together: each is made at once."""
+        self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return finished_work(None)
+        """Return work that ends when all calls since the start have, and with the first error of theirs."""
+        works, self._together = self._together, None
+        if not works:
+            return finished_work(None)
+        return self._beside_others("coalesced", lambda: all(work.wait() for work in works), None)
+
+    def shutdown(self) -> None:
+        """Wait for calls under way, for at most one deadline more; torch's destroy_process_group() calls it."""
+        self._order.end()
+        self._senders.end()
+        self._receivers.end()
 
     # -- the communicators, made at the first call on a device, which every rank makes -----------------------------
 
@@ -154,109 +163,113 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    @seen_as("all_reduce")
+    @collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
-                self._sparse_sum(tensor, opts)
+                add_up(tensor, _op(opts), self._of)
             else:
-                self._in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
-        return finished_work(list(tensors))
+                in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
+        return list(tensors)
 
-    @seen_as("all_reduce")
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
-    @seen_as("broadcast")
+    @collective("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            self._in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
-        return finished_work(list(tensors))
+            in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
+        return list(tensors)
 
-    @seen_as("reduce")
+    @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            self._in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
-        return finished_work(list(tensors))
+            in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
+        return list(tensors)
 
-    @seen_as("all_gather", 1)
+    @collective("all_gather", 1)
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for parts, tensor in zip(outputs, inputs, strict=True):
-            given = _real(tensor).contiguous()
+            given = real_of(tensor).contiguous()
             gathered = self._of(given).all_gather(given.view(-1))
             for part, row in zip(parts, gathered, strict=True):
-                _real(part).copy_(row.view(_real(part).shape))
-        return finished_work([list(parts) for parts in outputs])
+                real_of(part).copy_(row.view(real_of(part).shape))
+        return [list(parts) for parts in outputs]
 
-    @seen_as("all_gather", 1)
+    @collective("all_gather", 1)
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Gather several tensors of one type at once; ``outputs`` has a list of them for each rank."""
-        given = torch.cat([_real(part).reshape(-1) for part in inputs])
+        given = torch.cat([real_of(part).reshape(-1) for part in inputs])
         gathered = self._of(given).all_gather(given)
         for parts, row in zip(outputs, gathered, strict=True):
-            sizes = [_real(part).numel() for part in parts]
+            sizes = [real_of(part).numel() for part in parts]
             for part, piece in zip(parts, row.split(sizes), strict=True):
-                _real(part).copy_(piece.view(_real(part).shape))
-        return finished_work([list(parts) for parts in outputs])
+                real_of(part).copy_(piece.view(real_of(part).shape))
+        return [list(parts) for parts in outputs]
 
-    @seen_as("all_gather_into_tensor", 1)
+    @collective("all_gather_into_tensor", 1)
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        given = _real(tensor).contiguous().view(-1)
-        self._into(output, lambda out: self._of(given).all_gather(given, out=out))
-        return finished_work(output)
+        self._gather_into(output, tensor)
+        return output
+
+    def _gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        given = real_of(tensor).contiguous().view(-1)
+        into(output, lambda out: self._of(given).all_gather(given, out=out))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._allgather_base(output, tensor, opts)
 
-    @seen_as("all_gather_into_tensor", 1)
+    @collective("all_gather_into_tensor", 1)
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, tensor, opts)
-        return finished_work(list(outputs))
+            self._gather_into(output, tensor)
+        return list(outputs)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
-    @seen_as("reduce_scatter_tensor", 1)
+    @collective("reduce_scatter_tensor", 1)
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        given = _real(tensor).contiguous().view(self._size, -1)
-        self._into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
-        return finished_work(output)
+        self._scatter_sums(output, tensor, opts)
+        return output
+
+    def _scatter_sums(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> None:
+        given = real_of(tensor).contiguous().view(self._size, -1)
+        into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, tensor, opts)
 
-    @seen_as("reduce_scatter", 1)
+    @collective("reduce_scatter", 1)
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
-            given = torch.stack([_real(part).contiguous() for part in parts])
-            self._reduce_scatter_base(output, given, opts)
-        return finished_work(list(outputs))
+            given = torch.stack([real_of(part).contiguous() for part in parts])
+            self._scatter_sums(output, given, opts)
+        return list(outputs)
 
-    @seen_as("reduce_scatter_tensor", 1)
+    @collective("reduce_scatter_tensor", 1)
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
-        return finished_work(list(outputs))
+            self._scatter_sums(output, tensor, opts)
+        return list(outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
-    @seen_as("all_to_all", 1)
+    @collective("all_to_all", 1)
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -265,52 +278,52 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] | None,
         opts: Any = None,
     ) -> Any:
-        given = _real(tensor).contiguous()
+        given = real_of(tensor).contiguous()
         splits: dict[str, Any] = {
             "input_splits": input_splits or None,
             "output_splits": output_splits or None,
         }
-        self._into(output, lambda out: self._of(given).all_to_all(given, out=out, **splits))
-        return finished_work(output)
+        into(output, lambda out: self._of(given).all_to_all(given, out=out, **splits))
+        return output
 
     def all_to_all_single(self, *args: Any, **options: Any) -> Any:
         return self.alltoall_base(*args, **options)
 
-    @seen_as("all_to_all", 1)
+    @collective("all_to_all", 1)
     def alltoall(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        given = torch.cat([_real(part).contiguous().view(-1) for part in inputs])
-        sizes_out = [_real(part).numel() for part in outputs]
+        given = torch.cat([real_of(part).contiguous().view(-1) for part in inputs])
+        sizes_out = [real_of(part).numel() for part in outputs]
         found = self._of(given).all_to_all(
-            given, input_splits=[_real(part).numel() for part in inputs], output_splits=sizes_out
+            given, input_splits=[real_of(part).numel() for part in inputs], output_splits=sizes_out
         )
         for part, piece in zip(outputs, found.split(sizes_out), strict=True):
-            _real(part).copy_(piece.view(_real(part).shape))
-        return finished_work(list(outputs))
+            real_of(part).copy_(piece.view(real_of(part).shape))
+        return list(outputs)
 
-    @seen_as("gather", 1)
+    @collective("gather", 1)
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Any:
-        given = _real(inputs[0]).contiguous()
+        given = real_of(inputs[0]).contiguous()
         found = self._of(given).gather(given.view(-1), opts.rootRank)
         if found is not None:
             for part, row in zip(outputs[0], found, strict=True):
-                _real(part).copy_(row.view(_real(part).shape))
-        return finished_work([list(parts) for parts in outputs])
+                real_of(part).copy_(row.view(real_of(part).shape))
+        return [list(parts) for parts in outputs]
 
-    @seen_as("scatter", 1)
+    @collective("scatter", 1)
     def scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> Any:
         given = None
         if self._rank == opts.rootRank:
-            given = torch.cat([_real(part).contiguous().view(-1) for part in inputs[0]])
-        self._into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
-        return finished_work(list(outputs))
+            given = torch.cat([real_of(part).contiguous().view(-1) for part in inputs[0]])
+        into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
+        return list(outputs)
 
-    @seen_as("barrier", 0)
+    @collective("barrier", 0)
     def barrier(self, opts: Any = None) -> Any:
         device = "cuda" if opts is not None and getattr(opts, "device_ids", None) else "cpu"
         token = torch.zeros(1, device=device)
@@ -324,7 +337,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         except PeerLost as error:
             wait_ms = round((timeout_s or self._timeout_s) * 1000)
             raise PeerLost(f"barrier: Timed out waiting {wait_ms}ms: {error}") from error
-        return finished_work(None)
+        return None
 
     @staticmethod
     def _own_timeout_s(opts: Any) -> float | None:
@@ -344,7 +357,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     # -- point to point ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
-        given = _real(tensors[0]).contiguous()
+        given = real_of(tensors[0]).contiguous()
         return self._beside("send", self._senders.of(dst), given, lambda calls: calls.send(given, dst, tag))
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
@@ -371,7 +384,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _target(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        target = _real(tensors[0])
+        target = real_of(tensors[0])
         if not target.is_contiguous():
             raise invalid(
                 "tensor", f"strides {tuple(target.stride())}", "a contiguous tensor to receive into"
@@ -381,104 +394,44 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def _beside(
         self,
         name: str,
-        submit: Callable[[Callable[[], None]], None],
+        submit: Callable[[Callable[[], object]], None],
         tensor: torch.Tensor,
         act: Callable[[Collectives], object],
     ) -> Pending:
         """Run a send or receive in a thread of its peer, which ``submit`` hands it to, and return its work."""
         calls = self._pairs(tensor)
-        future: Any = torch.futures.Future()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         event = Event(name, tensor) if profilers._profiler_enabled() else None
 
-        def run() -> None:
-            try:
-                if stream is None:
+        def call() -> list[torch.Tensor]:
+            if stream is None:
+                act(calls)
+            else:
+                with torch.cuda.stream(torch.cuda.Stream(tensor.device)) as own:
+                    own.wait_stream(stream)
                     act(calls)
-                else:
-                    with torch.cuda.stream(torch.cuda.Stream(tensor.device)) as own:
-                        own.wait_stream(stream)
-                        act(calls)
-                        own.synchronize()
-            except Exception as error:  # handed to whoever waits
-                end(error)
-            else:
-                end(None)
+                    own.synchronize()
+            return [tensor]
 
-        def end(error: Exception | None) -> None:
-            if event is not None:
-                event.end_here()
-            if error is None:
-                future.set_result([tensor])
-            else:
-                future.set_exception(error)
+        future: Any = torch.futures.Future()
+        submit(lambda: run_into(future, call, event))
+        return Pending(f"rank {self._rank}, {name}", future)
 
-        submit(run)
-        return Pending(future)
+    def _beside_others(self, name: str, call: Callable[[], Any], event: Event | None) -> Pending:
+        """Run a collective of CPU tensors after those before it, beside its caller, and return its work."""
+        future: Any = torch.futures.Future()
+        work = Pending(f"rank {self._rank}, {name}", future)
+        call = in_modes_of_now(call)
 
-    # -- parts -------------------------------------------------------------------------------------------------
+        def run(lost: Exception | None) -> Exception | None:
+            if lost is not None:
+                lost = PeerLost(f"{work.name}: not run, as one before it ended so: {lost}")
+            return run_into(future, call, event, lost)
 
-    def _sparse_sum(self, tensor: torch.Tensor, opts: Any) -> None:
-        """Add up sparse COO tensors of one form; each rank may have other elements, and as many as it likes."""
-        if _op(opts) != "sum":
-            raise invalid("op", _op(opts), "SUM, for sparse tensors")
-        own = tensor.detach().coalesce()
-        indices, values = own.indices(), _real(own.values())
-        form = [own.sparse_dim(), *own.shape, *values.shape[1:]]
-        facts = torch.tensor([values.shape[0], *_fixed(form)], device=tensor.device)
-        counts = self._of(facts).all_gather(facts)
-        if not (counts[:, 1:] == counts[0, 1:]).all():
-            raise invalid(
-                "tensor", f"shape {tuple(own.shape)}", "the same shape and sparse dimensions on all ranks"
-            )
-        sizes = counts[:, 0].tolist()
-        all_indices = self._gather_rows(indices.t().contiguous(), sizes)
-        all_values = self._gather_rows(values.contiguous(), sizes)
-        if own.is_complex():
-            all_values = torch.view_as_complex(all_values)
-        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
-        with torch.no_grad():
-            tensor.copy_(total)
-
-    def _gather_rows(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return all ranks' rows, ``sizes[r]`` from rank r, in rank order."""
-        most = max(sizes)
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        gathered = self._of(padded).all_gather(padded)
-        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-
-    @staticmethod
-    def _in_place(tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
-        real = _real(tensor)
-        if real.is_contiguous():
-            act(real)
-            return
-        dense = real.contiguous()
-        act(dense)
-        with torch.no_grad():
-            real.copy_(dense)
-
-    @staticmethod
-    def _into(output: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
-        real = _real(output)
-        if real.is_contiguous():
-            act(real)
-            return
-        dense = torch.empty_like(real, memory_format=torch.contiguous_format)
-        act(dense)
-        with torch.no_grad():
-            real.copy_(dense)
-
-
-_FORM_NUMBERS = 16
-
-
-def _fixed(form: Sequence[int]) -> list[int]:
-    """Return the numbers of a sparse tensor's form, filled up to a length that all ranks have."""
-    if len(form) > _FORM_NUMBERS:
-        raise invalid("tensor", f"{len(form)} sizes", f"a sparse tensor of at most {_FORM_NUMBERS} sizes")
-    return [*form, *[-1] * (_FORM_NUMBERS - len(form))]
+        self._order.beside(run)
+        if self._together is not None:
+            self._together.append(work)
+        return work
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> WeftGroup:

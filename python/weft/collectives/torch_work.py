@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+
+from weft.errors import Error
 
 profilers: Any = torch.autograd  # exports what it offers backends without a word of it in its types
 
@@ -40,28 +43,40 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def seen_as(name: str, given: int = 0) -> Callable[[Any], Any]:
-    """Show a method to profilers as "weft:``name``", with the tensors of positional argument ``given``.
+def collective(name: str, given: int = 0) -> Callable[[Any], Any]:
+    """Make a method that runs a collective and returns its result one that returns torch's work of it.
 
-    The method's object says in ``_is_seen`` whether a call is shown already.
+    A call that torch wants asynchronous, on tensors of the CPU, runs beside its caller; others in the caller's thread,
+    and are finished. Either way after those before it. Profilers see it as "weft:``name``", with the tensors of
+    positional argument ``given``. The last argument is the options. The method's object has ``_order``.
     """
 
     def wrap(method: Any) -> Any:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **options: Any) -> Any:
-            if not profilers._profiler_enabled() or self._is_seen:
-                return method(self, *args, **options)
-            event = Event(name, args[given] if given < len(args) else [])
-            self._is_seen = True  # calls that this one is made of are not shown
+            call = functools.partial(method, self, *args, **options)
+            event = None
+            if profilers._profiler_enabled():
+                event = Event(name, args[given] if given < len(args) else [])
+            asked = options.get("opts", args[-1] if args else None)
+            if getattr(asked, "asyncOp", False) and _is_on_cpu(args, asked):
+                return self._beside_others(name, call, event)
             try:
-                return method(self, *args, **options)
+                return finished_work(self._order.here(call))
             finally:
-                self._is_seen = False
-                event.end()
+                if event is not None:
+                    event.end()
 
         return run
 
     return wrap
+
+
+def _is_on_cpu(args: Sequence[Any], asked: Any) -> bool:
+    tensors = list(_tensors(args))
+    return all(tensor.is_cpu for tensor in tensors) and (
+        bool(tensors) or not getattr(asked, "device_ids", None)
+    )
 
 
 def finished_work(result: Any) -> Any:
@@ -71,15 +86,61 @@ def finished_work(result: Any) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-class Pending(torch._C._distributed_c10d.Work):
-    """A send or receive under way. torch's own work of a future forgets what went wrong when it is waited for."""
+def in_modes_of_now(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call that runs in another thread as it would in this one, beside autograd."""
+    is_inference = torch.is_inference_mode_enabled()
 
-    def __init__(self, future: Any, source: int = -1) -> None:
+    def run() -> Any:
+        with torch.inference_mode(is_inference), torch.no_grad():
+            return call()
+
+    return run
+
+
+def run_into(
+    future: Any, call: Callable[[], Any], event: Event | None, lost: Exception | None = None
+) -> Exception | None:
+    """Give a future what a call returns or raises, or ``lost`` in its place; return what went wrong, if anything."""
+    result, error = None, lost
+    if error is None:
+        try:
+            result = call()
+        except Exception as failure:  # handed to whoever waits
+            error = failure
+    if event is not None:
+        event.end_here()
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+    return error
+
+
+class Pending(torch._C._distributed_c10d.Work):
+    """A call under way. torch's own work of a future forgets what went wrong when it is waited for."""
+
+    def __init__(self, name: str, future: Any, source: int = -1) -> None:
         super().__init__()
+        self.name = name
         self._future = future
+        self._shown: Any = None  # what get_future() returned
         self.source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; no timeout, or 0, is the group's.
+
+        Raises: what the call raised; Error when the timeout passes first, and the call goes on.
+        """
+        if timeout:
+            is_over = threading.Event()
+            self._future.add_done_callback(lambda _: is_over.set())
+            if not is_over.wait(timeout.total_seconds()):
+                raise Error(
+                    f"{self.name}: not finished in the {timeout.total_seconds():g} s of wait()", "system"
+                )
+        if self._shown is not None:  # who has it finds it done
+            with contextlib.suppress(RuntimeError):
+                self._shown.wait()
         self._future.wait()
         return True
 
@@ -87,7 +148,13 @@ class Pending(torch._C._distributed_c10d.Work):
         return bool(self._future.done())
 
     def get_future(self) -> Any:
-        return self._future
+        """Return a future of the result, or of a RuntimeError that says what went wrong.
+
+        What set_exception() leaves in a future is a result to C++ code such as DDP's, which fails at it.
+        """
+        if self._shown is None:
+            self._shown = self._future.then(lambda done: done.wait())
+        return self._shown
 
     def _source_rank(self) -> int:
         """Return the rank that sent what was received; -1 before it is known, and for a send."""

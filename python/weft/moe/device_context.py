@@ -128,11 +128,21 @@ class DeviceContext(RuntimeFacts):
         Raises: weft.Error for anything else.
         """
         state = handle.state if isinstance(handle, kind) else kind.state_of(handle)
+        if isinstance(handle, kind) and not state.is_in_place:
+            state = handle.state = self._state_after_move(handle, kind, call)
         if state is not None and state.group_key == self.group_key:
             return state
         allowed = f"what {call}() returned to the same {self.communicator.size} ranks, on {self.device}"
         given = "the handle of other ranks, or of another device" if state is not None else describe(handle)
         raise invalid("handle", given, allowed)
+
+    def _state_after_move(self, handle: Any, kind: Any, call: str) -> Any:
+        """Return the state of a handle whose tensors are elsewhere by now."""
+        state = kind.state_of(handle)
+        if state is None:
+            allowed = f"what {call}() returned, with its tensors as they were"
+            raise invalid("handle", "one with tensors that were resized, replaced or freed since", allowed)
+        return state
 
     def lacks_room_for(self, state: Any) -> bool:
         """Return whether a handle comes from another buffer, so that this window has not grown for it yet."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from weft import _core
+from weft.runtime.plain import addresses
+from weft.runtime.tensors import lacking_memory
 
 _KIND = 0x57454654_4854  # of the facts in a handle: another number than those of other handles
 
@@ -55,9 +57,38 @@ class DispatchState:
         sizes = (self.num_tokens, self.num_experts, self.num_rows, self.staging_rows)
         return _core.DispatchHandle(memory, self.handle_id, *sizes, self.counts_unknown)
 
+    def __post_init__(self) -> None:
+        """Note where the tensors are while nobody else has them."""
+        _ = self.places
+
+    @functools.cached_property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that calls with the handle read."""
+        every = (
+            self.send_row,
+            self.slot_base,
+            self.prefix,
+            self.slot,
+            self.sum_place,
+            self.routes,
+            self.records,
+        )
+        return tuple(tensor for tensor in every if tensor is not None)
+
+    @functools.cached_property
+    def places(self) -> bytes:
+        """Where those were at first."""
+        return addresses(*self.kept)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether they are there still, so that ``core`` is right."""
+        return addresses(*self.kept) == self.places
+
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the core's object, which names the memory of these tensors, not of their copies."""
-        return {name: value for name, value in self.__dict__.items() if name != "core"}
+        """Return all but what names the memory of these tensors, which is not that of their copies."""
+        places = ("core", "kept", "places")
+        return {name: value for name, value in self.__dict__.items() if name not in places}
 
 
 class DispatchHandle(tuple):  # type: ignore[type-arg]
@@ -79,7 +110,8 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
 
     The tensors are all that a handle is: ``ctx.save_for_backward(*handle)`` keeps one, and ``ctx.saved_tensors``
     is one again, for any buffer of the same ranks on the same devices. Entries are there when the dispatch's event
-    was waited for; taking them out of the tuple does nothing. Who writes to them changes the routes.
+    was waited for; taking them out of the tuple does nothing. Who writes to them changes the routes. They may move, as
+    share_memory_() moves one, but keep their shapes.
     """
 
     state: DispatchState
@@ -171,6 +203,7 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
             or entry.dtype != (torch.bool if entry is in_rank else torch.int32)
             or entry.device != slot.device
             or not entry.is_contiguous()
+            or lacking_memory(entry)
             for entry, shape in zip(parts, shapes, strict=True)
         ):
             return None

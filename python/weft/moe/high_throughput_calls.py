@@ -161,7 +161,8 @@ class HighThroughputCalls:
                 channels as int32 [T, hidden / 64] in any strides, the global scale float32 [1], [T] or [T, 1]).
             handle: of an earlier dispatch: repeat its routes, without ids and counts.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
-                get_dispatch_layout() returned; not with a handle.
+                get_dispatch_layout() returned for this topk_idx; not with a handle. On CUDA nobody looks whether they
+                belong together: rows go where is_token_in_rank says.
             topk_idx, topk_weights: int64 or int32, and float32, [T, K]; both or neither; not with a handle.
             expert_alignment: the returned counts are rounded up to multiples of it; rows are not padded.
             num_worst_tokens: above 0: return exactly so many rows and no counts, so that nothing waits for
@@ -176,7 +177,8 @@ class HighThroughputCalls:
             source token. With a handle: (recv_x, None, None, None, None, event).
             On CUDA received tensors live in the buffer's memory, which stays theirs as long as they do, and until
             streams that record_stream() named are done with it.
-        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
+        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E, and, code capacity,
+            when one of them has no room for a dispatch with a handle, which cannot grow the window.
         """
         context, rows = self._check_rows(x)
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
@@ -285,8 +287,10 @@ class HighThroughputCalls:
         return state
 
     def _check_handle(self, handle: object, context: DeviceContext) -> DispatchState:
-        if type(handle) is DispatchHandle and handle.state.group_key == context.group_key:
-            return handle.state
+        if type(handle) is DispatchHandle:
+            known = handle.state
+            if known.group_key == context.group_key and known.is_in_place:
+                return known
         state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
@@ -323,7 +327,8 @@ class HighThroughputCalls:
             x's type, 0 for a token that was sent nowhere; over several nodes the ranks of each are summed and rounded
             first, and then nodes ascending; per slot the sum of the weights that came back,
             float32 [T, K], or None; event).
-        Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
+        Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes, or one of them has no
+            room for what comes back.
         """
         forms = plain_forms(x)
         signature: Signature = ("combine", forms) if forms else ()

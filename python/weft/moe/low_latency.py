@@ -250,7 +250,7 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
         whose own signals stay away, naming the expert.
         """
-        if type(handle) is LowLatencyHandle:
+        if type(handle) is LowLatencyHandle and handle.state.is_in_place:
             state = handle.state
         else:  # the tensors of one
             state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
@@ -423,4 +423,10 @@ class LowLatencyCalls:
 
     def _check_low_latency_handle(self, handle: object, context: DeviceContext) -> LowLatencyState:
         state: LowLatencyState = context.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+        form = state.form
+        words = context.low_latency.routes_words(
+            form.max_tokens, form.top_k, form.num_experts, form.had_weights
+        )
+        if state.routes.numel() != words:
+            raise invalid("handle", f"routes of {state.routes.numel()} words", f"{words}, as at first")
         return state

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from weft.moe.handle import facts_of, handle_again
 from weft.runtime.allocation import part_of
+from weft.runtime.plain import addresses
+from weft.runtime.tensors import lacking_memory
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
 _MADE_AT_ONCE = 256
@@ -94,6 +96,15 @@ class LowLatencyState:
         self._was_received = self._was_received or bool(self.status[0])
         return self._was_received
 
+    def __post_init__(self) -> None:
+        """Note where the routes are while nobody else has them."""
+        self._place = addresses(self.routes)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the routes are where they were at first, with their memory."""
+        return addresses(self.routes) == self._place
+
     def receive(self) -> None:
         """Note that the dispatch has received, or will before anything that is launched later."""
         # Autograd, which may have saved it, shall not take this for a change.
@@ -147,6 +158,8 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
             return None
         if src_info.dim() != 2 or routes.dtype != torch.int32 or status.shape != (2,):
             return None
+        if not routes.is_contiguous() or lacking_memory(routes):
+            return None
         if status.device.type != "cpu" or status.dtype != torch.int64 or routes.device != src_info.device:
             return None
         _, group_key, num_tokens, top_k, had_weights, max_tokens, hidden, num_experts = facts
@@ -154,4 +167,6 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
         form = low_latency_form(
             group_key, num_tokens, top_k, bool(had_weights), max_tokens, hidden, num_experts, rows_shape
         )
-        return LowLatencyState(form, routes, status)
+        state = LowLatencyState(form, routes, status)
+        state._kept_rows = state.combine_rows
+        return state

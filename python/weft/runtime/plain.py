@@ -61,5 +61,7 @@ plain_address: Callable[[object], int] = _core.plain_address if _core_reads else
 # (*values) -> what a call's signature has of tensors: type, shape and device of each, whether it begins where rows may,
 # and which are None. It is empty where one of them is not plain, and has to be checked.
 plain_forms: Callable[..., Hashable] = _core.plain_forms if _core_reads else plain_forms_by_python
+# (*values) -> where they begin: the same bytes as before, unless one has moved or lost its memory.
+addresses: Callable[..., bytes] = _core.addresses
 
-__all__ = ["PLAIN_TYPES", "plain_address", "plain_forms"]
+__all__ = ["PLAIN_TYPES", "addresses", "plain_address", "plain_forms"]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a group's calls: each runs in its caller's thread, or beside it, after all that were made before.
+
+    order = CallsInOrder("weft-collectives")
+    order.here(call)            # in this thread, and its result
+    order.beside(call)          # in a thread of the group, while the caller goes on
+    order.end()                 # wait for what is under way
+
+The thread lives while it has calls, and a moment longer. Threads: one caller at a time, and what calls themselves call
+in the group's thread: that runs at once, as it belongs to the call under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from weft.errors import PeerLost
+
+Result = TypeVar("Result")
+# Runs a call and returns what went wrong, if anything. Given an error, it does not run, and ends with that.
+Run = Callable[[Exception | None], Exception | None]
+_LINGER_S = 0.05  # a thread is begun in 0.1 ms, and its last moment delays the end of a program
+
+
+class CallsInOrder:
+    """Calls of one group, one after the other. name: what the thread is called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._runs: deque[Run] = deque()
+        self._under_way = 0  # calls handed over that have not ended
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+
+    def here(self, call: Callable[[], Result]) -> Result:
+        """Run a call in this thread, once all before it have ended; return, or raise, what it does."""
+        if self._under_way and not self._is_own_thread():
+            self._wait()
+        return call()
+
+    def beside(self, run: Run) -> None:
+        """Run a call in the group's thread, once all before it have ended."""
+        if self._is_own_thread():
+            run(None)
+            return
+        with self._changed:
+            self._under_way += 1
+            self._runs.append(run)
+            if (
+                self._thread is None or not self._thread.is_alive()
+            ):  # the parent's is none of a forked process
+                self._thread = threading.Thread(target=self._work, name=self._name)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Wait until nothing is under way. What waits behind a call that lost a peer is not run any more."""
+        self._is_ending = True
+        if not self._is_own_thread():
+            self._wait()
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _wait(self) -> None:
+        with self._changed:  # each call has its own deadline
+            self._changed.wait_for(lambda: self._under_way == 0)
+
+    def _work(self) -> None:
+        lost: Exception | None = None
+        while (run := self._next()) is not None:
+            is_last = self._is_ending or not threading.main_thread().is_alive()
+            error = run(lost if is_last else None)
+            lost = error if isinstance(error, PeerLost) else lost
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> Run | None:
+        """Return the next call; None, and no thread any more, when none comes for a moment."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._runs, _LINGER_S):
+                self._thread = None
+                return None
+            return self._runs.popleft()
+
+
+__all__ = ["CallsInOrder"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as torch.distributed gives them, of any strides, complex or sparse, as what collectives take.
+
+in_place(tensor, lambda dense: collectives.all_reduce(dense))
+add_up(sparse, "sum", lambda tensor: collectives)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weft.collectives.calls import Collectives
+from weft.errors import invalid
+from weft.runtime.tensors import lacking_memory
+
+CollectivesOf = Callable[[torch.Tensor], Collectives]  # those of a tensor's device
+
+
+def real_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the same memory in a type that collectives have. Raises: Error for what has no memory here."""
+    if not isinstance(tensor, torch.Tensor):
+        raise invalid("tensor", type(tensor).__name__, "a torch.Tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise invalid("tensor.device", tensor.device, "cpu or cuda")
+    if tensor.layout is not torch.strided:
+        raise invalid("tensor", tensor.layout, "a strided tensor")
+    if lack := lacking_memory(tensor):
+        raise invalid("tensor", lack, "a tensor with all its memory")
+    if tensor.is_complex():
+        if tensor.is_conj():
+            raise invalid("tensor", "a conjugated view", "a tensor, such as resolve_conj() returns")
+        return torch.view_as_real(tensor)
+    return tensor
+
+
+def in_place(tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
+    """Let ``act`` change a tensor of any strides, as a dense one."""
+    real = real_of(tensor)
+    if real.is_contiguous():
+        act(real)
+        return
+    dense = real.contiguous()
+    act(dense)
+    with torch.no_grad():
+        real.copy_(dense)
+
+
+def into(output: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
+    """Let ``act`` fill a tensor of any strides, as a dense one."""
+    real = real_of(output)
+    if real.is_contiguous():
+        act(real)
+        return
+    dense = torch.empty_like(real, memory_format=torch.contiguous_format)
+    act(dense)
+    with torch.no_grad():
+        real.copy_(dense)
+
+
+def add_up(tensor: torch.Tensor, op: str, of: CollectivesOf) -> None:
+    """Add up sparse COO tensors of one form; each rank may have other elements, and as many as it likes."""
+    if op != "sum":
+        raise invalid("op", op, "SUM, for sparse tensors")
+    own = tensor.detach().coalesce()
+    indices, values = own.indices(), real_of(own.values())
+    form = [own.sparse_dim(), *own.shape, *values.shape[1:]]
+    facts = torch.tensor([values.shape[0], *_fixed(form)], device=tensor.device)
+    counts = of(facts).all_gather(facts)
+    if not (counts[:, 1:] == counts[0, 1:]).all():
+        raise invalid(
+            "tensor", f"shape {tuple(own.shape)}", "the same shape and sparse dimensions on all ranks"
+        )
+    sizes = counts[:, 0].tolist()
+    all_indices = _gather_rows(indices.t().contiguous(), sizes, of)
+    all_values = _gather_rows(values.contiguous(), sizes, of)
+    if own.is_complex():
+        all_values = torch.view_as_complex(all_values)
+    total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+
+
+def _gather_rows(rows: torch.Tensor, sizes: Sequence[int], of: CollectivesOf) -> torch.Tensor:
+    """Return all ranks' rows, ``sizes[r]`` from rank r, in rank order."""
+    most = max(sizes)
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    gathered = of(padded).all_gather(padded)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+
+_FORM_NUMBERS = 16
+
+
+def _fixed(form: Sequence[int]) -> list[int]:
+    """Return the numbers of a sparse tensor's form, filled up to a length that all ranks have."""
+    if len(form) > _FORM_NUMBERS:
+        raise invalid("tensor", f"{len(form)} sizes", f"a sparse tensor of at most {_FORM_NUMBERS} sizes")
+    return [*form, *[-1] * (_FORM_NUMBERS - len(form))]

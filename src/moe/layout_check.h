@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whether a dispatch was given the layout of its own routes. Others are silent errors: rows travel by the layout, and
+// arrive where no expert wants them.
+#pragma once
+
+#include "base/status.h"
+#include "kernels/moe/high_throughput_args.h"
+
+namespace weft {
+
+// kInvalid where token_in_rank is not what layout() makes of topk_idx; names the first token and rank. All but counts and
+// sum_place is filled in; memory of the host.
+Status check_layout(const LayoutArgs& routes);
+
+}  // namespace weft

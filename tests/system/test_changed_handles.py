@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles whose tensors were moved, resized or freed; layouts of other routes; calls that lack room on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from moe_checks import check_combined, dispatch, expert_output, kept_buffer
+from torch import Tensor
+
+import weft
+from weft.testing.cases import MoeCase
+from weft.testing.ranks import Rank, RankPool
+
+SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
+
+
+def _moves(tensor: Tensor) -> None:
+    tensor.share_memory_()
+
+
+def _points_elsewhere(tensor: Tensor) -> None:
+    tensor.data = tensor.clone()
+
+
+def check_moved(rank: Rank, move: Callable[[Tensor], None]) -> None:
+    """Combine and a cached dispatch read the entries where they are now, not what lies where they were."""
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
+    for entry in handle[:-1]:
+        move(entry)
+    # Memory that was freed is taken by what comes next.
+    fill = [torch.full((1 << size,), -7, dtype=torch.int32) for size in range(12)]
+    check_combined(SMALL, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+    assert torch.equal(buffer.dispatch(SMALL.x(rank.rank), handle=handle)[0], recv_x)
+    check_combined(
+        SMALL, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), copy.deepcopy(handle))[0]
+    )
+    assert len(fill) == 12
+
+
+@pytest.mark.parametrize("move", [_moves, _points_elsewhere])
+def test_entries_of_a_handle_may_move(pair: RankPool, move: Callable[[Tensor], None]) -> None:
+    pair.run(check_moved, move)
+
+
+def _grows(tensor: Tensor) -> None:
+    tensor.resize_(tensor.numel() * 4 + 64)
+
+
+def _shrinks(tensor: Tensor) -> None:
+    tensor.data = tensor.flatten()[:1].clone()
+
+
+def _is_freed(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+CHANGES = (_grows, _shrinks, _is_freed)
+
+
+def check_changed(rank: Rank, at: int, change: Callable[[Tensor], None]) -> None:
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
+    buffer.combine(recv_x, handle)  # the next one of its form takes the short way
+    change(handle[at])
+    for call in (lambda: buffer.combine(recv_x, handle), lambda: buffer.dispatch(recv_x, handle=handle)):
+        with pytest.raises(
+            weft.Error, match="handle: got one with tensors that were resized, replaced or fre"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("at", [0, 5, 6, 7])  # prefix, send_head, slot_base, slot
+def test_entries_that_are_others_are_refused(
+    pair: RankPool, at: int, change: Callable[[Tensor], None]
+) -> None:
+    pair.run(check_changed, at, change)
+
+
+def low_latency(buffer: weft.Buffer, case: MoeCase, rank: int) -> Any:
+    return buffer.low_latency_dispatch(case.x(rank), case.topk_idx(rank), 16, case.num_experts, use_fp8=False)
+
+
+LOW = MoeCase(tokens=(6, 9), hidden=128, top_k=3, num_experts=8)
+
+
+def low_buffer(rank: Rank) -> weft.Buffer:
+    if "low" not in rank.kept:
+        num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(16, LOW.hidden, rank.size, LOW.num_experts)
+        rank.kept["low"] = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True)
+    buffer: weft.Buffer = rank.kept["low"]
+    return buffer
+
+
+def check_low_latency(rank: Rank) -> None:
+    """Routes of a low-latency handle are read where they are, and refused where they are others."""
+    buffer = low_buffer(rank)
+    ids, weights = LOW.topk_idx(rank.rank), LOW.topk_weights(rank.rank)
+    recv_x, _, handle, _, _ = low_latency(buffer, LOW, rank.rank)
+    expected = buffer.low_latency_combine(recv_x, ids, weights, handle)[0]
+    for move in (_moves, _points_elsewhere):
+        recv_x, _, handle, _, _ = low_latency(buffer, LOW, rank.rank)
+        move(handle[5])
+        assert torch.equal(buffer.low_latency_combine(recv_x, ids, weights, handle)[0], expected)
+    for change in CHANGES:
+        recv_x, _, handle, _, _ = low_latency(buffer, LOW, rank.rank)
+        change(handle[5])
+        with pytest.raises(weft.Error, match="handle: got"):
+            buffer.low_latency_combine(recv_x, ids, weights, handle)
+
+
+def test_routes_of_low_latency_handles_may_move_but_not_change(pair: RankPool) -> None:
+    pair.run(check_low_latency)
+
+
+def check_other_layout(rank: Rank) -> None:
+    """Two tokens are swapped: as many rows for each rank, and slots for each expert, but other ones."""
+    buffer = kept_buffer(rank)
+    ids = torch.tensor([[0, 1], [4, 5], [0, 4]])
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 8)
+    others = ids[[1, 0, 2]]
+    routes = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_weights": torch.ones(3, 2),
+    }
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    with pytest.raises(
+        weft.Error, match="is_token_in_rank: got True for token 0 and rank 0, where topk_idx has no"
+    ):
+        buffer.dispatch(x, topk_idx=others, **routes)
+    with pytest.raises(
+        weft.Error, match="is_token_in_rank: got False for token 0 and rank 1, where topk_idx has an"
+    ):
+        buffer.dispatch(x, topk_idx=torch.tensor([[0, 4], [4, 5], [0, 4]], dtype=torch.int32), **routes)
+    assert len(buffer.dispatch(x, topk_idx=ids, **routes)[0]) == 4
+
+
+def test_a_layout_of_other_routes_is_refused(pair: RankPool) -> None:
+    pair.run(check_other_layout)
+
+
+# Every token goes to the first rank: the other one needs hardly any room, and would wait for the first.
+TO_ONE = MoeCase(tokens=(3000, 3), hidden=64, top_k=2, num_experts=8, routing="one expert", empty_share=0)
+
+
+def check_no_room(rank: Rank, wide_hidden: int) -> str:
+    buffer = weft.Buffer(rank.group, 1 << 20)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, TO_ONE, rank.rank)
+    wide = torch.full((TO_ONE.tokens[rank.rank], wide_hidden), rank.rank + 1.0)
+    kept, said = [recv_x], []
+    for _ in range(2):  # one more after it is refused again, and alike
+        with pytest.raises(weft.Error) as caught:
+            while len(kept) < 50:
+                kept.append(buffer.dispatch(wide, handle=handle)[0])
+        said.append(str(caught.value))
+        assert caught.value.code == "capacity"
+    check_combined(TO_ONE, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+    with pytest.raises(weft.Error, match=r"num_nvl_bytes: rank [01]: combine needs"):
+        buffer.combine(torch.ones(len(recv_x), 16 * wide_hidden), handle)
+    del kept[1:]
+    *_, grown, _ = dispatch(buffer, TO_ONE, rank.rank, wide)  # which makes room on all ranks
+    got = buffer.dispatch(wide, handle=grown)[0]
+    assert got.shape == (3003 if rank.rank == 0 else 0, wide_hidden)
+    assert rank.rank or ((got[:3000] == 1).all() and (got[3000:] == 2).all())
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_a_call_that_one_rank_has_no_room_for_is_refused_on_all(pair: RankPool) -> None:
+    said = pair.run(check_no_room, 1024)
+    assert said[0] == said[1]
+    assert "num_nvl_bytes: rank 0: dispatch needs" in said[0]

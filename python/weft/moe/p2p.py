@@ -73,7 +73,7 @@ class P2PHandle:
         self.layout: Layout | None = None  # of received rows
         self.routes: Tensor | None = None
         self.rows_shape: tuple[int, ...] = ()
-        self.given: Any = None  # indices and weights as given to a drop-in
+        self.given: Any = None  # of a drop-in: its indices and weights
         self.combine_form: tuple[Any, ...] = ()  # of the send whose receive is to come
         self.reads: tuple[Kept | None, ...] = ()  # what the receive reads, too
 

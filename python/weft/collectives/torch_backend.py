@@ -44,10 +44,13 @@ _OPS = {
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def _op(options: Any) -> str:
+def _op(options: Any, tensor: torch.Tensor) -> str:
+    """Return the name of the reduction that a call's options ask for, of such a tensor."""
     given = getattr(options, "reduceOp", dist.ReduceOp.SUM)
     for known, name in _OPS.items():
         if given == known:
+            if tensor.is_complex() and name not in ("sum", "average"):  # of each part by itself
+                raise invalid("op", name, f"SUM or AVG of {tensor.dtype}")
             return name
     raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
 
@@ -160,7 +163,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             if tensor.layout is torch.sparse_coo:
                 self._sparse_sum(tensor, opts)
             else:
-                self._in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
+                op = _op(opts, tensor)
+                self._in_place(tensor, lambda t, op=op: self._of(t).all_reduce(t, op))
         return finished_work(list(tensors))
 
     @seen_as("all_reduce")
@@ -176,7 +180,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @seen_as("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            self._in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
+            op = _op(opts, tensor)
+            self._in_place(tensor, lambda t, op=op: self._of(t).reduce(t, opts.rootRank, op))
         return finished_work(list(tensors))
 
     @seen_as("all_gather", 1)
@@ -227,8 +232,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     @seen_as("reduce_scatter_tensor", 1)
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        op = _op(opts, output)
         given = _real(tensor).contiguous().view(self._size, -1)
-        self._into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
+        self._into(output, lambda out: self._of(given).reduce_scatter(given, op, out=out))
         return finished_work(output)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -420,8 +426,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _sparse_sum(self, tensor: torch.Tensor, opts: Any) -> None:
         """Add up sparse COO tensors of one form; each rank may have other elements, and as many as it likes."""
-        if _op(opts) != "sum":
-            raise invalid("op", _op(opts), "SUM, for sparse tensors")
+        if (op := _op(opts, tensor)) != "sum":
+            raise invalid("op", op, "SUM, for sparse tensors")
         own = tensor.detach().coalesce()
         indices, values = own.indices(), _real(own.values())
         form = [own.sparse_dim(), *own.shape, *values.shape[1:]]

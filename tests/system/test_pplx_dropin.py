@@ -131,6 +131,75 @@ def test_programs_for_pplx_garden_get_the_same(
     run_ranks(num_ranks, _round_trips, dtype, scales, per_expert, dp_size, with_gpus=False)
 
 
+def _few(rank: Rank, tokens: int, **options: Any) -> tuple[P2PAllToAll, dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Return an all-to-all, the arguments of a dispatch of so many tokens here, and its indices and weights."""
+    sizes = {
+        "max_num_tokens": TOKENS,
+        "num_experts": EXPERTS,
+        "expert_padding": 1,
+        "hidden_dim": 64,
+        "hidden_dim_scale": None,
+        "in_dtype": torch.float32,
+        "out_dtype": torch.float32,
+        "scale_dtype": None,
+        "num_experts_per_token": TOP_K,
+        "nets_per_gpu": 1,
+        "max_private_tokens": None,
+        "device": torch.device("cpu"),
+        "dp_group": None,
+        "node_group": None,
+        "global_group": ParallelGroup(rank.group),
+    }
+    given = {
+        name: None if tensor is None else tensor[:tokens].clone()
+        for name, tensor in _inputs(rank.rank, 64, torch.float32, 0).items()
+    }
+    local = -(-EXPERTS // rank.size)
+    outputs = _outputs((TOKENS * rank.size * TOP_K,), 64, torch.float32, 0, local)
+    return P2PAllToAll(**{**sizes, **options}), {**outputs, **given}, given["indices"], given["weights"]
+
+
+def _other_weights(rank: Rank) -> None:
+    """A combine sums with the weights that it is given: new ones, or those of the dispatch, written meanwhile."""
+    tokens = 5 * rank.rank  # none on rank 0
+    kernel, dispatching, indices, weights = _few(rank, tokens)
+    out = torch.empty(tokens, 64)
+    for combining in (weights, torch.rand(tokens, TOP_K), weights.mul_(0) + 2, weights):
+        kernel.dispatch(**dispatching)
+        if combining is weights:
+            weights.fill_(3)
+        kernel.combine(out, indices, combining, dispatching["out_expert_x"])
+        torch.testing.assert_close(out, dispatching["dp_x"] * combining.sum(1, keepdim=True))
+    kernel.destroy()
+
+
+def test_a_combine_sums_with_its_own_weights() -> None:
+    run_ranks(3, _other_weights, with_gpus=False)
+
+
+def _received_again(rank: Rank) -> None:
+    """A receive into tensors that are too small, or no tensors for it, is no receive."""
+    kernel, dispatching, indices, weights = _few(rank, TOKENS)
+    small, counts = torch.empty(1, 64), torch.empty(1, dtype=torch.int32)
+    kernel.dispatch(**dispatching, do_recv=False)
+    with pytest.raises(Error, match="max_recv_tokens: got 1,"):
+        kernel.dispatch(**{**dispatching, "out_expert_x": small}, do_send=False)
+    with pytest.raises(Error, match="out_expert_num_tokens: got int32"):
+        kernel.dispatch(**{**dispatching, "out_expert_num_tokens": counts}, do_send=False)
+    kernel.dispatch(**dispatching, do_send=False)
+    kernel.combine(small, indices, weights, dispatching["out_expert_x"], do_recv=False)
+    with pytest.raises(Error, match="out_tokens: got "):
+        kernel.combine(small, indices, weights, dispatching["out_expert_x"], do_send=False)
+    out = torch.empty(TOKENS, 64)
+    kernel.combine(out, indices, weights, dispatching["out_expert_x"], do_send=False)
+    torch.testing.assert_close(out, dispatching["dp_x"] * weights.sum(1, keepdim=True))
+    kernel.destroy()
+
+
+def test_a_receive_that_failed_may_be_called_again() -> None:
+    run_ranks(2, _received_again, with_gpus=False)
+
+
 def test_a_program_chooses_the_drop_in_by_its_path(tmp_path: Path) -> None:
     path = run_program([*PYTHON, "-m", "weft.pplx_garden_path"], tmp_path).stdout.strip()
     program = (

@@ -58,10 +58,13 @@ _OPS = {
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def _op(options: Any) -> str:
+def _op(options: Any, tensor: torch.Tensor) -> str:
+    """Return the name of the reduction that a call's options ask for, of such a tensor."""
     given = getattr(options, "reduceOp", dist.ReduceOp.SUM)
     for known, name in _OPS.items():
         if given == known:
+            if tensor.is_complex() and name not in ("sum", "average"):  # of each part by itself
+                raise invalid("op", name, f"SUM or AVG of {tensor.dtype}")
             return name
     raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
 
@@ -167,9 +170,10 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
-                add_up(tensor, _op(opts), self._of)
+                add_up(tensor, _op(opts, tensor), self._of)
             else:
-                in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
+                op = _op(opts, tensor)
+                in_place(tensor, lambda t, op=op: self._of(t).all_reduce(t, op))
         return list(tensors)
 
     allreduce_coalesced = allreduce
@@ -183,7 +187,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
+            op = _op(opts, tensor)
+            in_place(tensor, lambda t, op=op: self._of(t).reduce(t, opts.rootRank, op))
         return list(tensors)
 
     @collective("all_gather", 1)
@@ -241,8 +246,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         return output
 
     def _scatter_sums(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> None:
+        op = _op(opts, output)
         given = real_of(tensor).contiguous().view(self._size, -1)
-        into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
+        into(output, lambda out: self._of(given).reduce_scatter(given, op, out=out))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, tensor, opts)

@@ -27,9 +27,11 @@ from weft.moe import arguments, trace
 from weft.moe.buffer_contexts import device_of
 from weft.moe.config import check_flags, check_number
 from weft.moe.device_context import DeviceContext
+from weft.moe.p2p_kept import Kept
 from weft.moe.p2p_order import PhaseOrder
 from weft.moe.p2p_plans import CombineForms, DispatchForms, Layout
 from weft.moe.p2p_sizes import SUMMED, DpColumn, P2PSizes
+from weft.moe.p2p_turns import Turns
 from weft.runtime.bootstrap import find_bootstrap
 from weft.runtime.communicator import connect
 
@@ -56,23 +58,24 @@ class P2PRows(NamedTuple):
 class P2PHandle:
     """One exchange on its way: what its next phase needs. Made by dispatch_send()."""
 
-    def __init__(self, context: DeviceContext, ids: Tensor, weights: Tensor, sent: Any, tensors: Any) -> None:
+    def __init__(
+        self, context: DeviceContext, ids: Tensor, weights: Tensor | None, sent: Any, tensors: Any
+    ) -> None:
         self.context = context
-        self.ids, self.weights = ids, weights
+        self.num_tokens, self.id_bytes = int(ids.size(0)), ids.element_size()  # of this rank
+        self.ids = Kept("topk_idx", ids)
+        self.weights = None if weights is None else Kept("topk_weights", weights)  # where tokens' owners use them
         self.phase = "dispatch_send"  # the last one that ran
         self.streams = {context.current_stream}  # that phases ran on
         self.sent = sent  # of the core: the call whose receive is to come
+        self.is_pending = True  # that receive has not begun
         self.kept: tuple[Tensor | None, ...] = tensors  # until then
         self.layout: Layout | None = None  # of received rows
         self.routes: Tensor | None = None
         self.rows_shape: tuple[int, ...] = ()
-        self.caller: tuple[int, int] = (0, 0)  # addresses of indices and weights as given to a drop-in
+        self.given: Any = None  # of a drop-in: its indices and weights
         self.combine_form: tuple[Any, ...] = ()  # of the send whose receive is to come
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of this rank."""
-        return int(self.ids.size(0))
+        self.reads: tuple[Kept | None, ...] = ()  # what the receive reads, too
 
 
 class P2PAllToAll:
@@ -85,8 +88,9 @@ class P2PAllToAll:
         in_dtype: of x; opaque, any type. out_dtype: of combined tokens: bfloat16, float16 or float32.
         hidden_dim_scale, scale_dtype: float32 or int32 scales that travel with each row, or neither.
         expert_padding: rows of an expert begin at a multiple of it.
-        max_recv_tokens: rows of packed outputs; None: as many as can ever come. max_tokens_per_expert: outputs are
-            [Le, max_tokens_per_expert, H] instead. More rows than fit raise weft.Error on the rank that gets them.
+        max_recv_tokens: rows of packed outputs; None: as many as can ever come of tokens whose experts differ.
+            max_tokens_per_expert: outputs are [Le, max_tokens_per_expert, H] instead. More rows than fit raise
+            weft.Error on the rank that gets them.
         max_private_tokens: M or more, or None: every token has a place of its own at each rank, and leaves before the
             routes of others are known.
         dp_size: so many consecutive ranks are a data-parallel group: they hold the same tokens and the same experts.
@@ -167,7 +171,7 @@ class P2PAllToAll:
             context = self._contexts[0]
             self._dispatches[context].sender(0, 8)
             self._combines[context].calls(0, 8, hidden_dim, out_dtype, self.exact, False)
-        self._sent = 0
+        self._turns = Turns(self._contexts, max_in_flight)
         self._order = PhaseOrder(self._contexts, self.device, num_sms)
 
     # -- phases ----------------------------------------------------------------------------------------------
@@ -187,7 +191,8 @@ class P2PAllToAll:
             topk_idx: int64, int32 or uint32 [T, K]; -1 is an empty slot. topk_weights: float32 [T, K].
             bound_m: int32 of one element: of x, so many rows count, fewer than T perhaps. Read on the device.
         Returns: the handle of this exchange, for the other phases. The tensors may be written again once the stream
-            has passed this call.
+            has passed this call; on CUDA topk_idx, and with exact topk_weights, after the last combine_recv() of the
+            exchange: before that, one that torch has written is refused.
         """
         context = self._next_context()
         tokens = self._check_rows(x)
@@ -198,13 +203,12 @@ class P2PAllToAll:
         if bounded is not None:
             outside = torch.arange(tokens, device=self.device, dtype=torch.int32) >= bounded
             ids = ids.masked_fill(outside.unsqueeze(1), -1)
-        self._check_in_flight(context)
+        self._turns.check_send(context)
         calls = self._dispatches[context].sender(tokens, ids.element_size())
         tensors = (x, scale, ids, topk_weights, *(None,) * 10)
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
-        self._note_sent(context, sent, "dispatch_recv")
-        self._sent += 1
-        return P2PHandle(context, ids, topk_weights, sent, tensors)
+        self._turns.note_sent(context, sent, "dispatch_recv")
+        return P2PHandle(context, ids, topk_weights if self.exact else None, sent, tensors)
 
     def dispatch_recv(
         self,
@@ -219,7 +223,8 @@ class P2PAllToAll:
             out_x, out_x_scale, out_num_tokens: where to put them; None makes new ones. out_x: in_dtype, contiguous:
                 [rows, H], which then bounds the rows, or [Le, rows of an expert, H]. out_x_scale: the same rows with
                 hidden_dim_scale, in any strides.
-        Raises: weft.Error, code capacity, where more rows came than fit (on CUDA at a later call).
+        Raises: weft.Error, code capacity, where more rows came than fit (on CUDA at a later call). On the CPU larger
+            tensors may be given right after it; with another send instead, the exchange is over.
         """
         self._check_phase(handle, "dispatch_send", "dispatch_recv")
         self._used_here(handle)
@@ -237,14 +242,14 @@ class P2PAllToAll:
             counts = arguments.check_tensor(
                 "out_num_tokens", out_num_tokens, local, (torch.int32,), self.device
             )
-        calls = forms.receiver(handle.num_tokens, handle.ids.element_size(), layout)
+        calls = forms.receiver(handle.num_tokens, handle.id_bytes, layout)
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
         used = (*handle.kept[:4], None, None, *into)
         ticket = handle.sent.ticket
         given = (out_x, out_x_scale, out_num_tokens)
+        self._turns.begin_receive(handle)
         self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), given, made)
-        self._note_received(handle)
-        handle.phase, handle.layout, handle.routes = "dispatch_recv", layout, made.routes
+        handle.phase, handle.layout, handle.routes, handle.kept = "dispatch_recv", layout, made.routes, ()
         handle.rows_shape = tuple(rows.shape)
         return P2PRows(rows, scales, counts, made.weights, made.src_rank, made.src_token)
 
@@ -254,26 +259,29 @@ class P2PAllToAll:
         Args:
             expert_y: bfloat16, float16 or float32 [.., H] in the shape of the received rows, contiguous; its elements
                 are no wider than out_dtype's.
-            topk_weights: float32 [T, K] instead of those of the dispatch.
+            topk_weights: float32 [T, K] instead of those of the dispatch, on all ranks or on none. On CUDA it stays as
+                it is until combine_recv().
         An exchange may be combined again once combine_recv() has run.
         """
         self._check_phase(handle, ("dispatch_recv", "combine_recv"), "combine_send")
         context = handle.context
         self._check_results(expert_y, handle)
         self._used_here(handle)
-        own = handle.weights
+        ids, weights = handle.ids, handle.weights
         if topk_weights is not None:
-            shape, f32 = tuple(handle.weights.shape), (torch.float32,)
-            own = arguments.check_tensor("topk_weights", topk_weights, shape, f32, self.device)
+            shape = (handle.num_tokens, self.sizes.num_experts_per_token)
+            arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), self.device)
+            weights = Kept("topk_weights", topk_weights)
         travel = topk_weights is not None and not self.exact
-        self._check_in_flight(context)
-        key = (handle.num_tokens, handle.ids.element_size(), int(expert_y.size(-1)), expert_y.dtype)
+        self._turns.check_send(context)
+        key = (handle.num_tokens, handle.id_bytes, int(expert_y.size(-1)), expert_y.dtype)
         calls = self._combines[context].calls(*key, self.exact, travel)
-        kept_weights = own if self.exact or travel else None
-        tensors = (expert_y, handle.ids, kept_weights, handle.routes, None, None, None)
+        own = None if weights is None else weights.tensor()
+        tensors = (expert_y, ids.tensor(), own, handle.routes, None, None, None)
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
-        self._note_sent(context, sent, "combine_recv")
+        self._turns.note_sent(context, sent, "combine_recv")
         handle.phase, handle.sent, handle.kept = "combine_send", sent, (*tensors, expert_y)
+        handle.is_pending, handle.reads = True, (ids, weights)
         handle.combine_form = (*key, self.exact, travel)
 
     def combine_recv(
@@ -302,11 +310,14 @@ class P2PAllToAll:
             )
             arguments.check_alignment("out_tokens", out)
         calls = self._combines[context].calls(*handle.combine_form, bool(accumulate))
+        for read in handle.reads:
+            if read is not None:
+                read.tensor()  # as the send got it
         used = (*handle.kept[:4], out, None, None)
         ticket = handle.sent.ticket
+        self._turns.begin_receive(handle)
         self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), (out_tokens,), (out,))
-        self._note_received(handle)
-        handle.phase = "combine_recv"
+        handle.phase, handle.kept = "combine_recv", ()
         return out
 
     def take_trace(self) -> trace.Trace:
@@ -368,7 +379,8 @@ class P2PAllToAll:
             return
         handle.streams.add(context.current_stream)
         if len(handle.streams) > 1:
-            context.hand_over((handle.ids, handle.weights, handle.routes))
+            weights = None if handle.weights is None else handle.weights.tensor()
+            context.hand_over((handle.ids.tensor(), weights, handle.routes))
 
     def _agree(self, communicator: Any) -> None:
         """Raise on all ranks where they were not made for the same. Collective."""
@@ -385,25 +397,7 @@ class P2PAllToAll:
     def _next_context(self) -> DeviceContext:
         if not self._contexts:
             raise Error("P2PAllToAll: used after destroy(), allowed: calls before it", "closed")
-        return self._contexts[self._sent % len(self._contexts)]
-
-    def _check_in_flight(self, context: DeviceContext) -> None:
-        """Refuse a send that would wait for a receive of this rank's own: see low_latency_phases."""
-        late = [name for number, name in context.unreceived.items() if number < context.low_latency_calls]
-        if late and not context.is_capturing:
-            raise Error(
-                f"{late[0]}: still to be called for the exchange before the last one, allowed: at most "
-                f"max_in_flight ({self.sizes.max_in_flight}) at once"
-            )
-
-    def _note_sent(self, context: DeviceContext, sent: Any, receive: str) -> None:
-        if number := int(sent.number):  # 0 for a captured call, which sends nothing yet
-            context.low_latency_calls = number
-            context.unreceived[number] = receive
-
-    def _note_received(self, handle: P2PHandle) -> None:
-        handle.context.unreceived.pop(int(handle.sent.number), None)
-        handle.kept = ()
+        return self._turns.next()
 
     # -- checks ----------------------------------------------------------------------------------------------
 

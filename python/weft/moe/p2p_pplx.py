@@ -7,7 +7,7 @@
     all_to_all.combine(out, indices, weights, y)
 
 A receive is that of the oldest send without one; a combine is that of the received dispatch with its indices, or of the
-last one. docs/pplx_garden_compatibility.md says what is served. Threads: one caller at a time.
+last one, and sums with its own weights. docs/pplx_garden_compatibility.md says what is served. Threads: one caller at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import Error, invalid, quoted
-from weft.moe import p2p
+from weft.moe import arguments, p2p
+from weft.moe.p2p_kept import times_written
 
 _IN_FLIGHT = 2
 
@@ -124,7 +125,7 @@ class P2PAllToAll(AllToAllKernel):
         self._global_group = global_group
         self._sent: deque[p2p.P2PHandle] = deque()  # dispatches, and combines, whose receive is to come
         self._returning: deque[p2p.P2PHandle] = deque()
-        self._received: dict[int, p2p.P2PHandle] = {}  # the last few, by the address of their indices
+        self._received: deque[p2p.P2PHandle] = deque(maxlen=_IN_FLIGHT)  # the last few
 
     def dispatch(
         self,
@@ -144,11 +145,13 @@ class P2PAllToAll(AllToAllKernel):
         if do_send:
             sending = (dp_x.contiguous(), indices.contiguous(), weights.contiguous(), dp_x_scale, bound_m)
             handle = self.weft.dispatch_send(*sending)
-            handle.caller = indices.data_ptr(), weights.data_ptr()
+            handle.given = _Given(indices, weights)
             self._sent.append(handle)
         if do_recv:
-            handle = _oldest(self._sent, "dispatch")
-            self._receive(handle, out_expert_num_tokens, out_expert_x, out_expert_x_scale)
+            self._receive(
+                _oldest(self._sent, "dispatch"), out_expert_num_tokens, out_expert_x, out_expert_x_scale
+            )
+            self._sent.popleft()
 
     def dispatch_async(self, **arguments: Any) -> P2PDispatchHandle:
         """Send tokens; the handle receives. Arguments are those of dispatch() without do_send and do_recv."""
@@ -170,11 +173,12 @@ class P2PAllToAll(AllToAllKernel):
         _check_phases(do_send, do_recv)
         if do_send:
             handle = self._dispatched(indices)
-            others = None if weights.data_ptr() == handle.caller[1] else weights.contiguous()
+            others = None if handle.given.has_weights(weights) else weights.contiguous()
             self.weft.combine_send(self._results(expert_y), handle, others)
             self._returning.append(handle)
         if do_recv:
             self._sum(_oldest(self._returning, "combine"), out_tokens, accumulate)
+            self._returning.popleft()
 
     def combine_async(
         self,
@@ -200,15 +204,17 @@ class P2PAllToAll(AllToAllKernel):
 
     def _receive(self, handle: p2p.P2PHandle, counts: Tensor, x: Tensor, scale: Tensor | None) -> None:
         local = self.weft.num_local_experts
+        arguments.check_tensor(
+            "out_expert_num_tokens", counts, ("experts",), (torch.int32,), self.weft.device, contiguous=False
+        )
+        if counts.size(0) < local:
+            raise invalid("out_expert_num_tokens", arguments.describe(counts), f"one of each of {local} experts")
         if x.dim() == 3:  # the last ranks own fewer experts where these do not come out even
             x, scale = x[:local], None if scale is None else scale[:local]
         rows = self.weft.dispatch_recv(handle, x, scale)
         counts[:local].copy_(rows.num_tokens)
         counts[local:].zero_()
-        self._received.pop(handle.caller[0], None)
-        self._received[handle.caller[0]] = handle
-        while len(self._received) > _IN_FLIGHT:
-            del self._received[next(iter(self._received))]
+        self._received.append(handle)
 
     def _results(self, expert_y: Tensor) -> Tensor:
         own = expert_y[: self.weft.num_local_experts] if expert_y.dim() == 3 else expert_y
@@ -224,7 +230,10 @@ class P2PAllToAll(AllToAllKernel):
     def _dispatched(self, indices: Tensor) -> p2p.P2PHandle:
         if not self._received:
             raise Error("combine: called before a dispatch has received, allowed: after one", "invalid")
-        return self._received.get(indices.data_ptr()) or list(self._received.values())[-1]
+        for handle in reversed(self._received):
+            if _is_same(handle.given.indices, indices):
+                return handle
+        return self._received[-1]
 
 
 @dataclass
@@ -264,6 +273,33 @@ class P2PCombineHandle:
         self.recv_done = True
 
 
+class _Given:
+    """The indices and weights of a dispatch, by which its combine is known. Kept, so that no others get their memory."""
+
+    def __init__(self, indices: Tensor, weights: Tensor) -> None:
+        self.indices, self._weights = indices, weights
+        self._times_written = times_written(weights)
+
+    def has_weights(self, weights: Tensor) -> bool:
+        """Return whether a combine's weights are those that went with the dispatch, and need not travel again.
+
+        All ranks must find the same, also those without tokens: so it goes by which tensor it is, not by what it holds.
+        On the CPU weights always travel. On CUDA, in inference mode, torch does not tell of writes: none is assumed.
+        """
+        is_same = _is_same(self._weights, weights) and times_written(weights) == self._times_written
+        return is_same and weights.is_cuda
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same part of the same memory, be it empty."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
+
+
 def _check_phases(do_send: bool, do_recv: bool) -> None:
     if not (do_send or do_recv):
         raise invalid("do_send", "False with do_recv=False", "one of the two, or both")
@@ -274,4 +310,4 @@ def _oldest(waiting: deque[p2p.P2PHandle], call: str) -> p2p.P2PHandle:
         raise Error(
             f"{call}: do_recv without a send before it, allowed: one receive for each send", "invalid"
         )
-    return waiting.popleft()
+    return waiting[0]

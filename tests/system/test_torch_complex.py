@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft
-from weft.collectives import register_torch_backend
+import weft.collectives.torch_backend  # registers the backend
 from weft.testing.ranks import Rank, run_ranks
 
 
 def _complex(rank: Rank) -> None:
-    register_torch_backend()
     group = dist.new_group(list(range(rank.size)), backend="weft")
     given = torch.full((2 * rank.size,), 1 + 2j)
     out = torch.empty(2, dtype=given.dtype)

@@ -75,7 +75,7 @@ def test_results_are_those_of_the_general_kernels(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("WEFT_LOW_LATENCY_LINE_TOKENS", line_tokens)
-    run_ranks(2, compare, setting, form, hooks, str(tmp_path), with_gpus=False)
+    run_ranks(2, compare, setting, form, hooks, str(tmp_path), with_gpus=False, deadline_s=300.0)
     rows = [json.loads(line) for line in (tmp_path / "kernels").read_text().splitlines()]
     names = {"low_latency_dispatch_of_form", "low_latency_combine_of_form"}
     assert {row["name"] for row in rows} == names

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft
+import weft.collectives.torch_backend  # registers the backend
 from weft.testing.ranks import Rank, run_ranks
 
 
 def _complex(rank: Rank) -> None:
-    weft.collectives.register_torch_backend()
     group = dist.new_group(list(range(rank.size)), backend="weft")
     given = torch.full((2 * rank.size,), 1 + 2j)
     out = torch.empty(2, dtype=given.dtype)

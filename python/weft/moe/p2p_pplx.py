@@ -7,7 +7,8 @@
     all_to_all.combine(out, indices, weights, y)
 
 A receive is that of the oldest send without one; a combine is that of the received dispatch with its indices, or of the
-last one, and sums with its own weights. docs/pplx_garden_compatibility.md says what is served. Threads: one caller at a time.
+last one, and sums with its own weights.
+docs/pplx_garden_compatibility.md says what is served. Threads: one caller at a time.
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ class P2PCombineHandle:
 
 
 class _Given:
-    """The indices and weights of a dispatch, by which its combine is known. Kept, so that no others get their memory."""
+    """The indices and weights of a dispatch, by which its combine is known. Kept: no others get their memory."""
 
     def __init__(self, indices: Tensor, weights: Tensor) -> None:
         self.indices, self._weights = indices, weights
@@ -283,7 +284,7 @@ class _Given:
     def has_weights(self, weights: Tensor) -> bool:
         """Return whether a combine's weights are those that went with the dispatch, and need not travel again.
 
-        All ranks must find the same, also those without tokens: so it goes by which tensor it is, not by what it holds.
+        All ranks must find the same, also those without tokens: so it goes by which tensor it is.
         On the CPU weights always travel. On CUDA, in inference mode, torch does not tell of writes: none is assumed.
         """
         is_same = _is_same(self._weights, weights) and times_written(weights) == self._times_written

@@ -212,7 +212,8 @@ struct CUlaunchConfig {
                      (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))       \
   WEFT_CUDA_FUNCTION(cuMemUnmap, cuMemUnmap, (CUdeviceptr, size_t))                                         \
   WEFT_CUDA_FUNCTION(cuMemSetAccess, cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t)) \
-  WEFT_CUDA_FUNCTION(cuMemGetAccess, cuMemGetAccess, (unsigned long long*, const CUmemLocation*, CUdeviceptr)) \
+  WEFT_CUDA_FUNCTION(cuMemGetAccess, cuMemGetAccess,                                                        \
+                     (unsigned long long*, const CUmemLocation*, CUdeviceptr))                              \
   WEFT_CUDA_FUNCTION(cuMemExportToShareableHandle, cuMemExportToShareableHandle,                            \
                      (void*, CUmemGenericAllocationHandle, int, unsigned long long))                        \
   WEFT_CUDA_FUNCTION(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle,                        \

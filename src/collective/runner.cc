@@ -266,22 +266,23 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
   std::string source = can_compile(text) ? program_source(text) : std::string();
-  Program program{std::move(text.name),
-                  std::move(memory),
-                  args,
-                  text.scratch_chunks,
-                  text.refers_only,
-                  std::ranges::any_of(text.steps, [](const auto& step) { return (step.direct & kMayStore) != 0; }),
-                  std::move(source),
-                  {},
-                  {},
-                  text.is_of_pairs,
-                  text.is_reduction,
-                  false,
-                  {},
-                  {},
-                  {},
-                  nullptr};
+  Program program{
+      std::move(text.name),
+      std::move(memory),
+      args,
+      text.scratch_chunks,
+      text.refers_only,
+      std::ranges::any_of(text.steps, [](const auto& step) { return (step.direct & kMayStore) != 0; }),
+      std::move(source),
+      {},
+      {},
+      text.is_of_pairs,
+      text.is_reduction,
+      false,
+      {},
+      {},
+      {},
+      nullptr};
   set_name(program.record, text.call.empty() ? program.name : text.call, program.name);
   program.record.root = text.root;
   program.record.digest = CallDigest()

@@ -107,7 +107,8 @@ uint64_t CollectiveRunner::descriptor(std::byte* memory, std::byte* const** base
     *bases = addresses_.table(found.number);
   else if (found.number >= 0 && static_cast<size_t>(found.number) < known_windows_.size())
     *bases = known_windows_[static_cast<size_t>(found.number)];  // which direct_ holds already
-  const bool fits = *bases && found.offset % 16 == 0 && found.offset / 16 < uint64_t{1} << kDescriptorOffsetBits;
+  const bool fits =
+      *bases && found.offset % 16 == 0 && found.offset / 16 < uint64_t{1} << kDescriptorOffsetBits;
   return fits ? (static_cast<uint64_t>(found.number) + 1) << kDescriptorOffsetBits | found.offset / 16 : 0;
 }
 

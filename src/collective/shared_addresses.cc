@@ -37,9 +37,8 @@ bool enable_access(int from, int to) {
 }
 
 bool enable_access(Device device, const std::vector<int>& ordinals) {
-  return std::ranges::all_of(ordinals, [&](int peer) {
-    return peer == device.ordinal || enable_access(device.ordinal, peer);
-  });
+  return std::ranges::all_of(
+      ordinals, [&](int peer) { return peer == device.ordinal || enable_access(device.ordinal, peer); });
 }
 
 // Whether memory of cuMemCreate was opened to a GPU.
@@ -57,18 +56,21 @@ Result<SharedAddresses> SharedAddresses::probe(Communicator& comm) {
   const Device device = comm.device();
   WEFT_TRY_ASSIGN(const std::vector<std::string> marks,
                   comm.bootstrap().all_gather(process_mark(), comm.deadline()));
-  const bool is_one_process = std::ranges::all_of(marks, [&](const std::string& mark) { return mark == marks[0]; });
+  const bool is_one_process =
+      std::ranges::all_of(marks, [&](const std::string& mark) { return mark == marks[0]; });
   if (!is_one_process || comm.port_link()) return addresses;
   WEFT_TRY_ASSIGN(const std::vector<std::string> ordinals,
                   comm.bootstrap().all_gather(std::to_string(device.ordinal), comm.deadline()));
   for (const std::string& ordinal : ordinals) addresses.ordinals_.push_back(std::stoi(ordinal));
-  const bool reaches_all = config().process_reads && (device.is_host() || enable_access(device, addresses.ordinals_));
+  const bool reaches_all =
+      config().process_reads && (device.is_host() || enable_access(device, addresses.ordinals_));
   WEFT_TRY_ASSIGN(const std::vector<std::string> answers,
                   comm.bootstrap().all_gather(reaches_all ? "1" : "0", comm.deadline()));
   if (std::ranges::find(answers, "0") != answers.end()) return addresses;
   addresses.device_ = device;
   std::vector<uint64_t> bases;
-  for (uint64_t piece = 0; piece < kPieces; ++piece) bases.insert(bases.end(), marks.size(), piece * kPieceBytes);
+  for (uint64_t piece = 0; piece < kPieces; ++piece)
+    bases.insert(bases.end(), marks.size(), piece * kPieceBytes);
   WEFT_TRY_ASSIGN(addresses.bases_, LocalMemory::create(device, bases.size() * sizeof bases[0]));
   WEFT_TRY(addresses.bases_->write(0, bases.data(), bases.size() * sizeof bases[0]));
   return addresses;
@@ -77,7 +79,8 @@ Result<SharedAddresses> SharedAddresses::probe(Communicator& comm) {
 Status SharedAddresses::write_tables(LocalMemory& tables, uint64_t windows_at) const {
   if (!bases_) return {};
   std::vector<std::byte* const*> rows;
-  for (uint64_t piece = 0; piece < kPieces; ++piece) rows.push_back(table(kMaxWindows + static_cast<int>(piece)));
+  for (uint64_t piece = 0; piece < kPieces; ++piece)
+    rows.push_back(table(kMaxWindows + static_cast<int>(piece)));
   return tables.write(windows_at + kMaxWindows * sizeof rows[0], rows.data(), rows.size() * sizeof rows[0]);
 }
 
@@ -88,7 +91,8 @@ Communicator::WindowPlace SharedAddresses::find(const std::byte* memory) const {
 }
 
 std::byte* const* SharedAddresses::table(int number) const {
-  return bases_->at<std::byte*>(static_cast<uint64_t>(number - kMaxWindows) * ordinals_.size() * sizeof(std::byte*));
+  return bases_->at<std::byte*>(static_cast<uint64_t>(number - kMaxWindows) * ordinals_.size() *
+                                sizeof(std::byte*));
 }
 
 bool SharedAddresses::is_reached(const std::byte* memory) const {

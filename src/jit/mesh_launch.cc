@@ -36,7 +36,8 @@ Status check_capture(const Link& ports, Device device, void* stream) {
   const std::string why = ports.why_no_graphs();
   if (why.empty()) return {};
   WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device, stream));
-  return is_captured ? Status::make(Code::kUnsupported, "a call while a CUDA graph is captured, allowed: outside: {}", why)
+  return is_captured ? Status::make(Code::kUnsupported,
+                                    "a call while a CUDA graph is captured, allowed: outside: {}", why)
                      : Status();
 }
 

@@ -20,9 +20,10 @@ const RankCounts* rank_counts(const CountReport* report) {
 Status check_waits_may_end(Device device, void* stream) {
   WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device, stream));
   if (!is_captured) return {};
-  return Status::make(Code::kUnsupported,
-                      "dispatch while a CUDA graph is captured: got no num_worst_tokens and no handle, so the host would "
-                      "wait for counts, allowed: either of the two");
+  return Status::make(
+      Code::kUnsupported,
+      "dispatch while a CUDA graph is captured: got no num_worst_tokens and no handle, so the host would "
+      "wait for counts, allowed: either of the two");
 }
 
 KernelKey key_of_notify(const HighThroughputShape&) {

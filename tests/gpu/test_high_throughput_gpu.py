@@ -127,7 +127,7 @@ def _check_capture_of_counts(rank: Rank) -> None:
     layout = _dispatch_args(buffer, idx, 2 * rank.size)
     torch.cuda.synchronize()
     with (
-        pytest.raises(weft.Error, match="while a CUDA graph is captured.*num_worst_tokens"),
+        pytest.raises(weft.Error, match=r"while a CUDA graph is captured.*num_worst_tokens"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)

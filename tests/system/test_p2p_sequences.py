@@ -22,7 +22,9 @@ def _overwritten(rank: Rank, form: Form) -> None:
     case, me = MoeCase((7, 12, 3), 64, 3, 6), rank.rank
     with make(rank, case, form, MOST) as a2a:
         for rubbish in (-1, 0, 1 << 20):
-            given = tuple(None if tensor is None else tensor.clone() for tensor in sent_of(case, form, me, "cpu"))
+            given = tuple(
+                None if tensor is None else tensor.clone() for tensor in sent_of(case, form, me, "cpu")
+            )
             handle = a2a.dispatch_send(*given)
             for tensor in given:
                 if tensor is not None:
@@ -47,7 +49,7 @@ def test_where_no_copy_is_kept_a_write_is_refused() -> None:
     kept = Kept("topk_idx", torch.zeros(2, 3))
     assert kept.tensor().tolist() == [[0.0] * 3] * 2
     kept.tensor().add_(1)  # as on CUDA, where this is the caller's
-    with pytest.raises(Error, match="^topk_idx: got a tensor written after its send"):
+    with pytest.raises(Error, match=r"^topk_idx: got a tensor written after its send"):
         kept.tensor()
     with torch.inference_mode():
         unwatched = Kept("topk_idx", torch.zeros(2))
@@ -109,7 +111,7 @@ def _too_many(rank: Rank, depth: int) -> None:
         for _ in range(depth):
             exchange(rank, a2a, fits, form)
         if me == 0:
-            with pytest.raises(Error, match="^handle: got one whose receive failed, and after another send"):
+            with pytest.raises(Error, match=r"^handle: got one whose receive failed, and after another send"):
                 a2a.dispatch_recv(handle)
 
 

@@ -131,7 +131,9 @@ def test_programs_for_pplx_garden_get_the_same(
     run_ranks(num_ranks, _round_trips, dtype, scales, per_expert, dp_size, with_gpus=False)
 
 
-def _few(rank: Rank, tokens: int, **options: Any) -> tuple[P2PAllToAll, dict[str, Any], torch.Tensor, torch.Tensor]:
+def _few(
+    rank: Rank, tokens: int, **options: Any
+) -> tuple[P2PAllToAll, dict[str, Any], torch.Tensor, torch.Tensor]:
     """Return an all-to-all, the arguments of a dispatch of so many tokens here, and its indices and weights."""
     sizes = {
         "max_num_tokens": TOKENS,

@@ -64,7 +64,9 @@ class P2PHandle:
         self.context = context
         self.num_tokens, self.id_bytes = int(ids.size(0)), ids.element_size()  # of this rank
         self.ids = Kept("topk_idx", ids)
-        self.weights = None if weights is None else Kept("topk_weights", weights)  # where tokens' owners use them
+        self.weights = (
+            None if weights is None else Kept("topk_weights", weights)
+        )  # where tokens' owners use them
         self.phase = "dispatch_send"  # the last one that ran
         self.streams = {context.current_stream}  # that phases ran on
         self.sent = sent  # of the core: the call whose receive is to come

@@ -209,7 +209,9 @@ class P2PAllToAll(AllToAllKernel):
             "out_expert_num_tokens", counts, ("experts",), (torch.int32,), self.weft.device, contiguous=False
         )
         if counts.size(0) < local:
-            raise invalid("out_expert_num_tokens", arguments.describe(counts), f"one of each of {local} experts")
+            raise invalid(
+                "out_expert_num_tokens", arguments.describe(counts), f"one of each of {local} experts"
+            )
         if x.dim() == 3:  # the last ranks own fewer experts where these do not come out even
             x, scale = x[:local], None if scale is None else scale[:local]
         rows = self.weft.dispatch_recv(handle, x, scale)

@@ -63,7 +63,9 @@ class Turns:
         if not handle.is_pending:
             if number and number != context.low_latency_calls:
                 given = "one whose receive failed, and after another send"
-                raise invalid("handle", given, "the receive once more before that, or no more of this exchange")
+                raise invalid(
+                    "handle", given, "the receive once more before that, or no more of this exchange"
+                )
             return
         handle.is_pending = False
         context.unreceived.pop(number, None)

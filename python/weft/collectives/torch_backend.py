@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,9 +173,11 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             if tensor.layout is torch.sparse_coo:
                 add_up(tensor, _op(opts, tensor), self._of)
             else:
-                op = _op(opts, tensor)
-                in_place(tensor, lambda t, op=op: self._of(t).all_reduce(t, op))
+                in_place(tensor, partial(self._sum_of_all, op=_op(opts, tensor)))
         return list(tensors)
+
+    def _sum_of_all(self, tensor: torch.Tensor, op: str) -> None:
+        self._of(tensor).all_reduce(tensor, op)
 
     allreduce_coalesced = allreduce
 
@@ -187,9 +190,11 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            op = _op(opts, tensor)
-            in_place(tensor, lambda t, op=op: self._of(t).reduce(t, opts.rootRank, op))
+            in_place(tensor, partial(self._sum_at, root=opts.rootRank, op=_op(opts, tensor)))
         return list(tensors)
+
+    def _sum_at(self, tensor: torch.Tensor, root: int, op: str) -> None:
+        self._of(tensor).reduce(tensor, root, op)
 
     @collective("all_gather", 1)
     def allgather(

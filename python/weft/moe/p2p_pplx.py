@@ -295,7 +295,7 @@ class _Given:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same part of the same memory, be it empty."""
-    return (
+    return bool(
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape

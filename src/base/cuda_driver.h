@@ -297,4 +297,19 @@ class CudaContext {
   bool is_pushed_;  // else it was current already
 };
 
+// Lets this thread allocate, ask for events and so on while this or another thread captures a CUDA graph. The driver refuses such
+// calls otherwise, and with the default mode of a capture they end it with an error. Until it goes out of scope.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const CudaDriver& driver) : driver_(driver) {
+    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // after the exchange: the mode to restore
+};
+
 }  // namespace weft

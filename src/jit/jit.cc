@@ -109,20 +109,6 @@ Result<std::string> architecture_of(int ordinal) {
   return architecture(major, minor);
 }
 
-// Loading allocates, which a capture of a CUDA graph on this thread forbids unless told otherwise.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const CudaDriver& driver) : driver_(driver) {
-    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
-  }
-  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-
- private:
-  const CudaDriver& driver_;
-  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // after the exchange: the mode to restore
-};
-
 // Lets launches use all the dynamic shared memory that the device has; without this, 48 KiB.
 Status allow_all_shared(const CudaDriver& driver, int ordinal, const Kernel& kernel) {
   WEFT_TRY_ASSIGN(const int most,
@@ -161,7 +147,7 @@ Status compile_for_cuda(int ordinal, Build& build) {
 Status load_on_cuda(int ordinal, const std::string& cubin, Kernel& kernel) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
-  const RelaxedCapture relaxed(*driver);
+  const RelaxedCapture relaxed(*driver);  // loading allocates
   WEFT_TRY(load_function(*driver, cubin, kernel));
   return allow_all_shared(*driver, ordinal, kernel);
 }

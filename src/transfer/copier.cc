@@ -83,7 +83,9 @@ CopyQueue::~CopyQueue() {
   if (!event_) return;
   const auto driver = cuda_driver();
   auto context = enter_copies(device_);
-  if (driver.ok() && context.ok()) (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
+  if (!driver.ok() || !context.ok()) return;
+  const RelaxedCapture relaxed(**driver);
+  (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
 }
 
 Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
@@ -94,6 +96,7 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
+  const RelaxedCapture relaxed(*driver);
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   WEFT_TRY(cuda_status(driver->cuMemcpyAsync(address(to), address(from), bytes, stream), "copying {} bytes",
                        bytes));
@@ -105,6 +108,7 @@ Status CopyQueue::seal() {
   if (!is_pending_) return {};
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
+  const RelaxedCapture relaxed(*driver);
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   CUevent event = static_cast<CUevent>(event_);
   if (!event)
@@ -116,6 +120,7 @@ Status CopyQueue::seal() {
 Result<bool> CopyQueue::is_done() {
   if (!is_pending_) return true;
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  const RelaxedCapture relaxed(*driver);
   const CUresult state = driver->cuEventQuery(static_cast<CUevent>(event_));
   if (state == CUDA_ERROR_NOT_READY) return false;
   is_pending_ = false;
@@ -128,6 +133,7 @@ Status CopyQueue::finish() {
   WEFT_TRY(seal());
   is_pending_ = false;
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  const RelaxedCapture relaxed(*driver);
   return cuda_status(driver->cuEventSynchronize(static_cast<CUevent>(event_)),
                      "copying between host and device {}", device_);
 }
@@ -137,6 +143,7 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
   if (device >= 0) {
     WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
     WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device));
+    const RelaxedCapture relaxed(*driver);
     void* made = nullptr;
     WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes",
                          bytes));
@@ -150,7 +157,10 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
 void PinnedBuffer::release() {
   plain_.reset();
   if (!pinned_) return;
-  if (const auto driver = cuda_driver(); driver.ok()) (*driver)->cuMemFreeHost(pinned_);
+  if (const auto driver = cuda_driver(); driver.ok()) {
+    const RelaxedCapture relaxed(**driver);
+    (*driver)->cuMemFreeHost(pinned_);
+  }
   pinned_ = nullptr;
 }
 

@@ -362,7 +362,7 @@ class _Gpu:
         if not any(operand.has(name) for name in ("buffer_id", "buff_id")):
             return Operand(self.rank, self._buffer(operand, "type"), index, size)
         refs = block.nodes("remote_buffer_refs", "remoteBufferRefs")
-        kinds = {ref.field("access_channel_type", "type") for ref in refs}
+        kinds = {str(ref.field("access_channel_type", "type")) for ref in refs}
         is_given = (
             op.has("channel_type") or len(kinds) != 1
         )  # release 0.9 leaves it out where a sum is sent as well

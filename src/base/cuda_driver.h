@@ -297,8 +297,8 @@ class CudaContext {
   bool is_pushed_;  // else it was current already
 };
 
-// Lets this thread allocate, ask for events and so on while this or another thread captures a CUDA graph. The driver refuses such
-// calls otherwise, and with the default mode of a capture they end it with an error. Until it goes out of scope.
+// While it lives, this thread may allocate and ask for events although some thread captures a CUDA graph. The driver
+// refuses such calls otherwise, and ends the capture with an error.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const CudaDriver& driver) : driver_(driver) {

@@ -203,7 +203,8 @@ Communicator::WindowPlace CollectiveRunner::find_place(const std::byte* memory) 
   return found.number < kMaxWindows ? found : Communicator::WindowPlace{};
 }
 
-// On GPUs peers read a buffer more slowly than its owner stores into their slots: an address is for their stores alone.
+// On GPUs peers read a buffer more slowly than its owner stores into their slots. So programs in which nobody stores
+// into a buffer get no address.
 void CollectiveRunner::place(BufferLayout& layout, bool is_stored_to) const {
   const Communicator::WindowPlace found = find_place(layout.base);
   if (found.number < 0 || (found.number >= kMaxWindows && limits_.is_cuda && !is_stored_to)) return;

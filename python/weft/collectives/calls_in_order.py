@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from weft.errors import PeerLost
+from weft.errors import Error, PeerLost
 
 Result = TypeVar("Result")
 # Runs a call and returns what went wrong, if anything. Given an error, it does not run, and ends with that.
 Run = Callable[[Exception | None], Exception | None]
+_LOOK_S = 1.0  # how often a wait looks whether the thread is still there
 _LINGER_S = 0.05  # a thread is begun in 0.1 ms, and its last moment delays the end of a program
 
 
@@ -50,9 +51,7 @@ class CallsInOrder:
         with self._changed:
             self._under_way += 1
             self._runs.append(run)
-            if (
-                self._thread is None or not self._thread.is_alive()
-            ):  # the parent's is none of a forked process
+            if self._thread is None or not self._thread.is_alive():  # the parent's is none of a fork
                 self._thread = threading.Thread(target=self._work, name=self._name)
                 self._thread.start()
             self._changed.notify_all()
@@ -67,15 +66,22 @@ class CallsInOrder:
         return threading.current_thread() is self._thread
 
     def _wait(self) -> None:
-        with self._changed:  # each call has its own deadline
-            self._changed.wait_for(lambda: self._under_way == 0)
+        """Wait until nothing is under way: each call has its own deadline, and the thread outlives them all."""
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._under_way == 0, _LOOK_S):
+                if self._thread is None or not self._thread.is_alive():  # as in a forked process
+                    raise Error(
+                        f"{self._name}: waited for {self._under_way} calls, and their thread has ended",
+                        "system",
+                    )
 
     def _work(self) -> None:
         lost: Exception | None = None
         while (run := self._next()) is not None:
             is_last = self._is_ending or not threading.main_thread().is_alive()
             error = run(lost if is_last else None)
-            lost = error if isinstance(error, PeerLost) else lost
+            if lost is None and isinstance(error, PeerLost):
+                lost = error
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()

@@ -35,6 +35,7 @@ struct Caps {
   // A message costs more than copying a page: small pages travel better packed.
   bool packs_small_pages = false;
   bool pages_apart = false;  // post_pages() takes another way than writes: no order between the two
+  bool takes_loans = false;  // enroll() takes kLent memory of the host, at next to no cost, and post_lent()
   bool same_host = false;    // reaches processes of this host alone: packs travel through shared memory
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
@@ -60,6 +61,7 @@ enum Access : uint32_t {
   kLocal = 0,  // source of writes, target of own reads
   kRemoteRead = 1,
   kRemoteWrite = 2,
+  kLent = 4,  // for a moment: written and read by post_lent() alone
 };
 
 struct Range {
@@ -163,6 +165,11 @@ class Rail {
   virtual Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) {
     return Posted::kFatal;
   }
+
+  // A write from or to kLent memory, on rails that take loans. Once such memory is released here, nothing is written to it
+  // or read from it any more, also of a write that is in the middle; that one fails over there with key_refused. kDone
+  // only once the bytes are in place. A write from what was released may end the way to the peer.
+  virtual Posted post_lent(const RmaOp& op) { return Posted::kFatal; }
 
   // Fills at most `max` events and makes progress, also for peers' operations on our memory.
   virtual size_t poll(Event* events, size_t max) = 0;

@@ -168,6 +168,19 @@ class Link {
   // `tell` is called once for each peer that is lost, at once for those that are, from threads of the link.
   // Short: it runs under a lock.
   virtual void on_lost(std::function<void(int peer, const std::string& how)> tell) {}
+
+  // ---- memory that is lent for a while, on the host ----
+  // Whether lending costs little beside sending some hundred KiB; the same on all ranks that have this link.
+  virtual bool lends() const { return false; }
+  // Kernels may put from this memory of the process, and peers that a kernel tells of the loan may put to it, until
+  // reclaim(). Returns the loan: a number above 0. Errors: kUnsupported, kCapacity, kSystem. Threads: any.
+  virtual Result<uint32_t> lend(std::byte* /*memory*/, uint64_t /*bytes*/) {
+    return Status::make(Code::kUnsupported, "this transport takes no loans");
+  }
+  // Nobody touches the memory any more, whatever was under way. `is_done`: whoever was told of it is known to be done
+  // with it; else what is queued is waited for, a second at most, and a peer that was not sent everything is lost.
+  // Threads: any.
+  virtual void reclaim(const std::vector<uint32_t>& /*loans*/, bool /*is_done*/) {}
 };
 
 class Transport {

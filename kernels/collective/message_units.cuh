@@ -78,7 +78,7 @@ WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& va
 
 // What combining gave, divided where that ends an average.
 template <class Combiner>
-WEFT_DEVICE Vec16 combined(const Vec16& a, const Vec16& b, [[maybe_unused]] uint32_t divisor) {
+WEFT_INNER Vec16 combined(const Vec16& a, const Vec16& b, [[maybe_unused]] uint32_t divisor) {
   const Vec16 value = Combiner::apply(a, b);
   if constexpr (Combiner::kIsAverage) {
     if (divisor) return Combiner::finish(value, divisor);

@@ -16,7 +16,8 @@
 // message, so ranks need not agree on it.
 // Ports. What goes to a peer that this rank does not map is built in the outbox, a part of this rank's window,
 // and put into the slot as one range, its header's first word and its counter after it. Such messages are
-// Simple and never direct: a network writes slots, and neither the buffers of users nor single lines.
+// Simple. Where a call has lent its buffers to the link (on the host, large calls), a message that may be referred to
+// is put from where it lies, and one that may be stored goes to its destination, which a grant names.
 // Calls. Every message carries a salt beside its number: a digest of the call (what, element type, operation,
 // count, root, algorithm) and of how many calls came before. A receiver takes a message only if the salt is
 // its own, so calls that do not belong together never exchange data, whatever numbers their messages have. An
@@ -139,7 +140,8 @@ struct Grant {
   uint64_t tag;  // message_tag of the run's first message, plus one
   uint64_t window_at[3];
   uint32_t window[3];
-  uint32_t reserved[5];
+  uint32_t loan[3];  // to a port peer: loans that it was told of, which are these buffers; 0: none
+  uint32_t reserved[2];
 };
 static_assert(sizeof(Grant) == 64);
 
@@ -201,6 +203,8 @@ struct ProgramArgs {
   DirectRule direct;
   WaitRule wait;
   LinkDelays* delays;  // null: links are as fast as they are; host only
+  uint32_t lends;      // 1: port peers grant and are granted loans; the same on all ranks
+  uint32_t loans[3];   // that are the buffers; 0: none
 };
 
 struct ScaleArgs {

@@ -69,16 +69,28 @@ WEFT_DEVICE void release_due(const ProgramArgs& a, const MeshT& mesh) {
   }
 }
 
-// Sends a message that the block has built in the outbox. Its slot there is free: what lay in it before has
-// been read by the peer, and so by the network. One thread.
+// Sends a message that the block has built in the outbox, or that lies in lent memory. Its slot there is free: what lay
+// in it before has been read by the peer, and so by the network. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                              const Cursor& cursor, const Turn& turn, uint32_t peer) {
   const uint32_t channel = turn.block->channel;
-  const MessageHeader header{Place::kSlot, 0, cursor.salt + mark_of(a, cursor, turn), 0, 0};
+  MessageHeader header{Place::kSlot, 0, cursor.salt + mark_of(a, cursor, turn), 0, 0};
   const uint64_t slot_at = ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at;
+  const uint64_t built_at = outbox_at(a, mesh, channel, peer, cursor.sent);
   auto to_peer = mesh.to(peer);
-  to_peer.put(OneThread{}, slot_at, outbox_at(a, mesh, channel, peer, cursor.sent), turn.units * 16);
+  Lent from{}, to{};
+  if constexpr (LoanMesh<MeshT>) {
+    if (a.lends) {
+      from = lent_source(a, shape, turn);
+      to = lent_target(a, mesh, shape, cursor, turn);
+      if (to.loan) header.place = Place::kDestination;
+      if (from.loan || to.loan)
+        to_peer.put_lent(to.loan, to.loan ? to.at : slot_at, from.loan, from.loan ? from.at : built_at,
+                         turn.units * 16);
+    }
+  }
+  if (!from.loan && !to.loan) to_peer.put(OneThread{}, slot_at, built_at, turn.units * 16);
   uint64_t first_word = 0;
   copy_few<8>(&first_word, &header);
   to_peer.put_value(header_at(a, mesh, channel, mesh.rank(), cursor.sent), first_word);
@@ -128,7 +140,11 @@ template <class MeshT>
 WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t tag) {
   std::byte* const window = mapped_window(mesh, static_cast<uint32_t>(block.recv_peer));
   if constexpr (!MappedMeshOnly<MeshT>)
-    if (!window) return;  // a port peer stores nothing itself
+    if (!window) {  // a port peer stores nothing itself
+      if constexpr (LoanMesh<MeshT>)
+        if (a.lends) grant_loans(a, mesh, block, tag);
+      return;
+    }
   auto* there =
       reinterpret_cast<Grant*>(window + a.rings.grants_at) + ring_index(mesh, block.channel, mesh.rank());
   for (uint32_t i = 0; i < 3; ++i) {
@@ -139,13 +155,14 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
 }
 
 // After giving up: nobody stores into this rank's buffers any more, nor takes what is in them for what it
-// sent. One thread.
+// sent. What was lent to port peers, the host takes back. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void take_back(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                            const Cursor& cursor) {
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
   const ProgramBlock& block = a.blocks[cursor.number];
-  if (block.grants) grant(a, mesh, block, message_tag(0, ~cursor.salt));
+  if (block.grants && mapped_window(mesh, static_cast<uint32_t>(block.recv_peer)))
+    grant(a, mesh, block, message_tag(0, ~cursor.salt));
   if (block.send_peer < 0) return;
   std::byte* const there = mapped_window(mesh, static_cast<uint32_t>(block.send_peer));
   if constexpr (!MappedMeshOnly<MeshT>)

@@ -4,7 +4,7 @@
 // through the slot, from memory that the sender refers to, or into memory that the receiver has granted.
 #pragma once
 
-#include "kernels/collective/program_turn.cuh"
+#include "kernels/collective/program_loans.cuh"
 
 namespace weft {
 
@@ -54,7 +54,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
     if (wants_grant(a, mesh, shape, turn)) {
       const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->tag);
-      if (granted != message_tag(cursor.first_sent + 1, cursor.salt))
+      if (granted != message_tag(cursor.first_sent + 1, cursor.salt) &&
+          !goes_without_grant(mesh, cursor, turn))
         return lack = {peer, cursor.first_sent + 1, static_cast<uint32_t>(granted)}, false;
     }
   }
@@ -150,6 +151,12 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   if constexpr (!MappedMeshOnly<MeshT>) {
     if (!there) {
       route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent), cursor.sent};
+      if constexpr (LoanMesh<MeshT>) {
+        if (lent_source(a, shape, turn).loan) {
+          route.out = {};
+          route.refers = 1;
+        }
+      }
       return;
     }
   }

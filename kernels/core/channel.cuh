@@ -60,6 +60,13 @@ template <class M>
 concept MappedMeshOnly =
     Mesh<M> && requires(M mesh, uint32_t peer) { requires MappedReach<decltype(mesh.to(peer))>; };
 
+// A mesh with channels that put from and to memory that was lent (Link::lend), for kernels on the host.
+template <class M>
+concept LoanMesh = kReadsProcesses && Mesh<M> && requires(M mesh, uint32_t loan, uint64_t n) {
+  mesh.to(loan).put_lent(loan, n, loan, n, n);
+  mesh.to(loan).lend(loan);
+};
+
 // The peer's window where this rank maps it; null where it goes through a port.
 template <class MeshT>
 WEFT_DEVICE std::byte* mapped_window(const MeshT& mesh, uint32_t peer) {

@@ -37,6 +37,18 @@ class HybridChannel {
     is_mapped() ? mapped_.get(group, dst, src, bytes, word, value)
                 : port_.get(group, dst, src, bytes, word, value);
   }
+  // To port peers alone.
+  WEFT_DEVICE void put_lent(uint32_t dst_loan, WindowOffset dst, uint32_t src_loan, WindowOffset src,
+                            uint64_t bytes)
+    requires requires(Port port) { port.put_lent(dst_loan, dst, src_loan, src, bytes); }
+  {
+    port_.put_lent(dst_loan, dst, src_loan, src, bytes);
+  }
+  WEFT_DEVICE void lend(uint32_t loan)
+    requires requires(Port port) { port.lend(loan); }
+  {
+    port_.lend(loan);
+  }
   WEFT_DEVICE bool is_mapped() const { return mapped_.mapped() != nullptr; }
 
  private:

@@ -24,26 +24,6 @@ namespace {
 
 constexpr size_t kEntriesPerRead = 32;
 
-bool means_peer_gone(int error) {
-  switch (error) {
-    case ECONNRESET:
-    case ECONNREFUSED:
-    case ECONNABORTED:
-    case ECANCELED:  // what was under way when tcp's connection broke
-    case ENOTCONN:
-    case ESHUTDOWN:
-    case EPIPE:
-    case EHOSTUNREACH:
-    case EHOSTDOWN:
-    case ENETUNREACH:
-    case ENETDOWN:
-    case ETIMEDOUT:
-      return true;
-    default:
-      return false;
-  }
-}
-
 class FabricRail : public Rail {
  public:
   FabricRail(const fi::Library& library, Nic nic, bool may_copy_across, std::string secret)
@@ -145,6 +125,7 @@ class FabricRail : public Rail {
   }
 
   Result<Registration> enroll(const Range& range, uint32_t access) override {
+    if (access & kLent) return lend(range, access);
     const iovec part{range.data, range.bytes};
     fi::MrAttr attr{};
     attr.mr_iov = &part;
@@ -182,7 +163,7 @@ class FabricRail : public Rail {
 
   void release(Registration& registration) override {
     if (grants_keys() && registration.handle) take_back(registration.rkey);
-    if (pages_ && registration.handle) pages_->forbid(registration);
+    if (pages_ && registration.rkey) pages_->forbid(registration);
     if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
     registration = {};
   }
@@ -218,7 +199,7 @@ class FabricRail : public Rail {
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
 
-  bool is_route_broken() const override { return means_peer_gone(-refused_with_); }
+  bool is_route_broken() const override { return fi::means_peer_gone(-refused_with_); }
 
   uint32_t pages_per_post(Route to) const override {
     if (destinations_[to].neighbour.pid) return kStretchesMax;
@@ -228,6 +209,14 @@ class FabricRail : public Rail {
   Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
     if (destinations_[to].neighbour.pid) return post_pages_across(to, pieces, count, context);
     pages_->post(destinations_[to].pages, pieces, count, context);
+    return Posted::kOk;
+  }
+
+  // By a stream of pages: what libfabric's tcp has begun to write, nobody can stop.
+  Posted post_lent(const RmaOp& op) override {
+    if (!destinations_[op.to].has_pages) return answer(-EOPNOTSUPP);
+    pages_->post(destinations_[op.to].pages, &op.piece, 1, op.context,
+                 op.has_imm ? std::optional(op.imm) : std::nullopt, true);
     return Posted::kOk;
   }
 
@@ -259,6 +248,16 @@ class FabricRail : public Rail {
     size_t pages = 0;  // the page stream there
     bool is_used = true;
   };
+
+  // libfabric does not learn of it.
+  Result<Registration> lend(const Range& range, uint32_t access) {
+    if (!pages_ || range.kind != MemoryKind::kHost)
+      return Status::make(Code::kUnsupported, "fabric: {} takes no loans of such memory", nic_.name);
+    Registration made;
+    made.rkey = random_key();
+    pages_->allow(made, range, access);
+    return made;
+  }
 
   // One system call for all pages, and one for each key. The kernel looks up the peer's memory once per stretch of it, so pages go
   // in the order of their addresses over there and neighbours become one stretch.
@@ -382,7 +381,7 @@ class FabricRail : public Rail {
                            : nullptr;
     event.kind = EventKind::kFailed;
     event.context = static_cast<Context*>(entry.op_context);
-    event.peer_gone = means_peer_gone(entry.err);
+    event.peer_gone = fi::means_peer_gone(entry.err);
     event.key_refused = false;
     event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno,
                       said ? said : "");

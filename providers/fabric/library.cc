@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -109,6 +110,26 @@ std::string version_text(const Library& library) {
 
 Status failure(const Library& library, ssize_t code, const std::string& what) {
   return Status::make(Code::kSystem, "{}: {} ({})", what, library.strerror(static_cast<int>(-code)), code);
+}
+
+bool means_peer_gone(int error) {
+  switch (error) {
+    case ECONNRESET:
+    case ECONNREFUSED:
+    case ECONNABORTED:
+    case ECANCELED:  // what was under way when tcp's connection broke
+    case ENOTCONN:
+    case ESHUTDOWN:
+    case EPIPE:
+    case EHOSTUNREACH:
+    case EHOSTDOWN:
+    case ENETUNREACH:
+    case ENETDOWN:
+    case ETIMEDOUT:
+      return true;
+    default:
+      return false;
+  }
 }
 
 Result<InfoList> find_networks(const Library& library, const std::string& kind) {

@@ -36,6 +36,8 @@ std::string version_text(const Library& library);  // "1.17"
 
 // `code` as libfabric returns it, negative.
 Status failure(const Library& library, ssize_t code, const std::string& what);
+// Of an operation that failed with this number of errno: whether the way to the peer is broken.
+bool means_peer_gone(int error);
 
 inline int close(Fid& fid) {
   return fid.ops->close(&fid);

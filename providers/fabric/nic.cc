@@ -24,6 +24,7 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.same_host = kind == "shm";
   caps.packs_small_pages = kind == "shm";
   caps.pages_apart = kind == "tcp";
+  caps.takes_loans = kind == "tcp";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
   // shm copies what it can inject; the rest the peer fetches, perhaps after this process has let go of it.

@@ -10,6 +10,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/log.h"
 
@@ -116,13 +117,27 @@ void PageStreams::forbid(const Registration& registration) {
     if (std::any_of(out.frames.begin(), out.frames.end(),
                     [&](const Frame& frame) { return touches(frame.parts, frame.next); }))
       fail(out, "the memory of a frame was released", false, failed_);
-  for (size_t i = arriving_.size(); i-- > 0;) {
-    if (!touches(arriving_[i]->into, arriving_[i]->next)) continue;
-    const int fd = arriving_[i]->fd;
-    arriving_.erase(arriving_.begin() + static_cast<std::ptrdiff_t>(i));
-    incoming_.erase(fd);
-    ::close(fd);
+  for (Incoming* in : arriving_)
+    if (in->writes_to(registration.rkey)) in->refuse_rest();
+}
+
+// By key: other memory that peers may still write can lie at the same address.
+bool PageStreams::Incoming::writes_to(uint64_t rkey) const {
+  if (next == into.size()) return false;
+  for (size_t at = sizeof(FrameHead); at < heads_bytes; at += sizeof(PageHead)) {
+    PageHead page;
+    std::memcpy(&page, heads.data() + at, sizeof page);
+    if (page.rkey == rkey) return true;
   }
+  return false;
+}
+
+// Of the frame that arrives.
+void PageStreams::Incoming::refuse_rest() {
+  for (; next < into.size(); ++next) skip_bytes += into[next].iov_len;
+  into.clear();
+  next = 0;
+  is_refused = true;
 }
 
 // ---- sending
@@ -153,10 +168,13 @@ bool PageStreams::connect(Outgoing& out) {
   return ::connect(out.fd, to, sizeof out.to) == 0 || errno == EINPROGRESS;
 }
 
-void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context) {
+void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
+                       std::optional<uint32_t> imm, bool is_loan) {
   Frame frame;
   FrameHead head;
   head.pages = count;
+  head.has_imm = imm.has_value();
+  head.imm = imm.value_or(0);
   frame.heads.resize(sizeof head + count * sizeof(PageHead));
   std::memcpy(frame.heads.data(), &head, sizeof head);
   frame.parts.reserve(count + 1);
@@ -167,6 +185,7 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
     if (pieces[i].bytes) frame.parts.push_back({pieces[i].local, pieces[i].bytes});
   }
   frame.context = context;
+  frame.is_loan = is_loan;
   Outgoing& out = outgoing_[stream];
   out.frames.push_back(std::move(frame));
   ++unanswered_;
@@ -179,12 +198,11 @@ void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, st
   if (out.fd >= 0) ::close(out.fd);
   out.fd = -1;
   for (const Frame& frame : out.frames) {
-    Event event;
+    Event& event = events.emplace_back();
     event.kind = EventKind::kFailed;
     event.peer_gone = peer_gone;
     event.context = frame.context;
     event.text = text("pages over tcp: {}", why);
-    events.push_back(std::move(event));
   }
   unanswered_ -= out.frames.size();
   out.frames.clear();
@@ -243,11 +261,11 @@ void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
       return fail(out, "the peer refused this stream: its job has another secret", true, events);
     if (std::memcmp(out.reply.tag, FrameReply().tag, sizeof out.reply.tag) != 0 || out.sent == 0)
       return fail(out, "the peer answered what it was not asked", true, events);
-    Event event;
+    Event& event = events.emplace_back();
     event.kind = out.reply.is_refused ? EventKind::kFailed : EventKind::kDone;
     event.context = out.frames.front().context;
+    event.key_refused = out.reply.is_refused && out.frames.front().is_loan;
     if (out.reply.is_refused) event.text = "pages over tcp: the peer does not let this memory be written";
-    events.push_back(std::move(event));
     out.frames.pop_front();
     --out.sent;
     --unanswered_;
@@ -374,6 +392,9 @@ PageStreams::Came PageStreams::receive_pages(Incoming& in) {
 }
 
 bool PageStreams::end_frame(Incoming& in) {
+  FrameHead head;
+  std::memcpy(&head, in.heads.data(), sizeof head);
+  if (head.has_imm && !in.is_refused) imms_.push_back(head.imm);
   FrameReply reply;
   reply.is_refused = in.is_refused;
   const char* bytes = reinterpret_cast<const char*>(&reply);
@@ -466,6 +487,10 @@ bool PageStreams::progress(std::deque<Event>& events) {
     } else if (in->is_busy()) {
       arriving_.push_back(in);
     }
+  }
+  for (const uint32_t imm : std::exchange(imms_, {})) {
+    events.emplace_back().kind = EventKind::kImm;
+    events.back().imm = imm;
   }
   if (has_unproven_) drop_silent();
   if (has_callers) accept_all();

@@ -9,16 +9,19 @@
 //   size_t to = streams->open(their_interface, their_port);
 //   streams->post(to, pieces, count, context);               // one event in progress() once all are in place
 //
+// A frame may carry an immediate, which the receiver's progress() reports once the pages are in place.
+//
 // Wire format: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
 // knows the secret. Then frames: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver
 // answers every frame with one FrameReply, in order. A frame of which any page may not be written is refused
-// as a whole and skipped. A stream that proves nothing for 5 s is closed.
+// as a whole and skipped; so is the rest of one whose memory is forbidden while it comes. A stream that proves nothing for 5 s is closed.
 // Threads: one at a time.
 #pragma once
 
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -41,8 +44,10 @@ struct StreamClaim {
   Proof proof{};
 };
 struct FrameHead {
-  char tag[4] = {'w', 'p', 'g', '1'};
+  char tag[4] = {'w', 'p', 'g', '2'};
   uint32_t pages = 0;  // 1 to kPagesPerFrame
+  uint32_t has_imm = 0;
+  uint32_t imm = 0;
 };
 struct PageHead {
   uint64_t remote = 0;  // as in Piece
@@ -54,7 +59,7 @@ struct FrameReply {
   uint32_t is_refused = 0;  // 2: of the claim, after which the stream ends
 };
 static_assert(sizeof(StreamChallenge) == 24 && sizeof(StreamClaim) == 40);
-static_assert(sizeof(FrameHead) == 8 && sizeof(PageHead) == 24 && sizeof(FrameReply) == 8);
+static_assert(sizeof(FrameHead) == 16 && sizeof(PageHead) == 24 && sizeof(FrameReply) == 8);
 
 class PageStreams {
  public:
@@ -67,17 +72,20 @@ class PageStreams {
   uint16_t port() const { return port_; }
 
   void allow(const Registration& registration, const Range& range, uint32_t access);
-  // From here on nothing writes to this memory or reads from it: frames that still would are cut off.
+  // From here on nothing writes to this memory or reads from it. What still comes for its key is skipped and refused;
+  // streams that still send from it end.
   void forbid(const Registration& registration);
 
   // A connection to a peer's port, made with the first frame. close() fails what is under way on it.
   size_t open(in_addr interface, uint16_t port);
   void close(size_t stream);
-  // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself.
-  void post(size_t stream, const Piece* pieces, uint32_t count, Context* context);
+  // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself. `is_loan`: a
+  // refusal says key_refused.
+  void post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
+            std::optional<uint32_t> imm = {}, bool is_loan = false);
 
   // Sends and receives what it can; cheap while nothing is under way. Appends an event for each frame that
-  // ended: kDone when its pages are in place over there. Returns whether anything of a peer's came in.
+  // ended: kDone when its pages are in place over there, and kImm for each immediate of a peer's frame. Returns whether anything of a peer's came in.
   bool progress(std::deque<Event>& events);
 
  private:
@@ -92,6 +100,7 @@ class PageStreams {
     std::vector<iovec> parts;  // heads, then pages
     size_t next = 0;           // part that is being sent
     Context* context = nullptr;
+    bool is_loan = false;
   };
   struct Outgoing {
     sockaddr_in to{};
@@ -115,6 +124,8 @@ class PageStreams {
     std::vector<iovec> into;  // its pages
     size_t next = 0;
     uint64_t skip_bytes = 0;  // of a refused frame
+    bool writes_to(uint64_t rkey) const;
+    void refuse_rest();
     bool is_refused = false;
     uint32_t turns_left = 0;    // after a frame that was written: where one came, more come
     std::vector<char> replies;  // not taken by the kernel yet
@@ -160,6 +171,7 @@ class PageStreams {
   std::unordered_map<int, std::unique_ptr<Incoming>> incoming_;
   std::vector<Incoming*> arriving_;  // in the middle of a frame
   std::deque<Event> failed_;         // outside of progress()
+  std::vector<uint32_t> imms_;       // that came, in this progress()
   bool has_come_ = false;            // something, in this progress()
 };
 

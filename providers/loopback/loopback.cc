@@ -13,6 +13,8 @@ namespace {
 
 enum class Kind : uint8_t { kWrite, kPages, kRead, kSend, kReply };
 
+constexpr const char* kNoSuchKey = "loopback: remote access error: no memory has this key";
+
 struct Packet {
   Kind kind = Kind::kWrite;
   uint64_t from = 0;
@@ -21,6 +23,7 @@ struct Packet {
   std::string message;  // kSend
   std::string refusal;  // kReply: why it failed; empty when it worked
   bool peer_gone = false;
+  bool is_loan = false;   // post_lent()
   bool damaged = false;   // the fault plan's `fail`
   uint64_t due_poll = 0;  // not before the target's poll of this number
 };
@@ -196,13 +199,9 @@ class LoopbackRail : public Rail {
     registration = {};
   }
 
-  Posted post_write(const RmaOp& op) override {
-    Packet packet = rma(Kind::kWrite, op);
-    packet.damaged = is_over_its_pace();
-    const Posted posted = post(op.to, std::move(packet));
-    if (posted == Posted::kOk) writes_.insert(op.context);
-    return posted;
-  }
+  Posted post_write(const RmaOp& op) override { return write(op, false); }
+  // One copy, under the mutex that release() takes too.
+  Posted post_lent(const RmaOp& op) override { return write(op, true); }
   Posted post_read(const RmaOp& op) override { return post(op.to, rma(Kind::kRead, op)); }
 
   uint32_t pages_per_post(Route) const override { return impl_.options.pages_per_post; }
@@ -249,6 +248,15 @@ class LoopbackRail : public Rail {
     uint64_t bytes;
     Context* context;
   };
+
+  Posted write(const RmaOp& op, bool is_loan) {
+    Packet packet = rma(Kind::kWrite, op);
+    packet.is_loan = is_loan;
+    packet.damaged = is_over_its_pace();
+    const Posted posted = post(op.to, std::move(packet));
+    if (posted == Posted::kOk) writes_.insert(op.context);
+    return posted;
+  }
 
   bool is_over_its_pace() {
     std::lock_guard lock(impl_.mutex);
@@ -305,6 +313,7 @@ class LoopbackRail : public Rail {
     event.bytes = packet.op.piece.bytes;
     event.text = packet.refusal;
     event.peer_gone = packet.peer_gone;
+    event.key_refused = packet.is_loan && packet.refusal == kNoSuchKey;
   }
 
   // Carries out a peer's packet on our memory and answers it; true when `event` tells our engine something.
@@ -334,6 +343,7 @@ class LoopbackRail : public Rail {
     Packet answer;
     answer.kind = Kind::kReply;
     answer.op = packet.op;
+    answer.is_loan = packet.is_loan;
     answer.refusal = std::move(refusal);
     std::lock_guard lock(impl_.mutex);
     (void)impl_.transmit(id_, packet.from, std::move(answer));
@@ -360,7 +370,7 @@ class LoopbackRail : public Rail {
   std::string check(uint64_t from, const Piece& piece, Access wanted) {
     const auto& regions = impl_.inboxes[id_].regions;
     const auto found = regions.find(piece.rkey);
-    if (found == regions.end()) return "loopback: remote access error: no memory has this key";
+    if (found == regions.end()) return kNoSuchKey;
     const Enrolled& region = found->second;
     const uint64_t base = reinterpret_cast<uint64_t>(region.range.data);
     if (!(region.access & wanted)) return "loopback: remote access error: not registered for this access";
@@ -408,6 +418,7 @@ std::vector<Nic> Loopback::probe() {
     nics[i].provider = "loopback";
     nics[i].name = "loop" + std::to_string(i);
     nics[i].caps = impl_->options.caps;
+    nics[i].caps.takes_loans = true;
   }
   return nics;
 }

@@ -55,6 +55,9 @@ class Builder {
     if (memory) WEFT_TRY(core_.check_own("memory", memory->maker_));
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
+    if (memory && (memory->access() & kLent) && made_->kind_ != OpKind::kWrite)
+      return Status::invalid("memory: got memory that is lent, allowed for {}: registered for longer",
+                             to_string(made_->kind_));
     if (how_.imm && !is_imm_allowed)
       return Status::invalid("imm: got {}, allowed: none with {}", *how_.imm, to_string(made_->kind_));
     if (how_.imm && *how_.imm > kImmIdMax)

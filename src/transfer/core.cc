@@ -277,6 +277,8 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   // The path goes first, and takes what is under way on it along, this flight too.
   if (event.kind == EventKind::kFailed && event.peer_gone && !flight.is_orphan)
     lose_path(*flight.peer, flight.rail, event.text);
+  if (event.kind == EventKind::kFailed && event.key_refused && flight.transfer)
+    note_loans_end(*flight.transfer);
   if (event.kind == EventKind::kFailed && event.key_refused && !flight.is_orphan && !was_asked_back(flight))
     lose_peer(*flight.peer, PeerState::kLost,
               Status(Code::kPeerLost,
@@ -292,6 +294,13 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
     on_part_end(rail, ended, transfer, event);
     transfer = next;
   } while (transfer);
+}
+
+// Of a write that was refused: what was lent to it is so no more.
+void Core::note_loans_end(const Transfer& transfer) {
+  for (uint32_t target = 0; target <= transfer.more_.size(); ++target)
+    if (const auto& remote = transfer.remote(target); remote && (remote->access_ & kLent))
+      remote->revoked_.store(true, std::memory_order_release);
 }
 
 // Whether the peer has said that it wants the memory of a flight back. Who says nothing, and lends it no more, does not

@@ -72,8 +72,12 @@ std::vector<const Rail*> Engine::rails() const {
 Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uint32_t access) {
   if (!range.data || range.bytes == 0)
     return Status::invalid("memory: got {} bytes at {}, allowed: 1 byte or more", range.bytes, range.data);
-  if (access & ~uint32_t{kRemoteRead | kRemoteWrite})
-    return Status::invalid("access: got {}, allowed: local, remote read, remote write", access);
+  if ((access & ~uint32_t{kRemoteRead | kRemoteWrite}) && access != uint32_t{kRemoteWrite | kLent})
+    return Status::invalid("access: got {}, allowed: local, remote read, remote write, lent for writes",
+                           access);
+  for (const RailState& state : core_->rails)
+    if ((access & kLent) && !state.rail->caps().takes_loans)
+      return Status::make(Code::kUnsupported, "memory: {} takes no loans", state.rail->nic().name);
   return core_->enroll(range, access);
 }
 
@@ -84,6 +88,17 @@ Result<std::string> Engine::describe(const Memory& memory) const {
     return Status::invalid(
         "memory: got memory for local use, allowed: memory registered for remote reads or writes");
   return to_bytes(core_->describe(memory));
+}
+
+Result<LentKeys> Engine::keys(const Memory& memory) const {
+  WEFT_TRY(core_->check_own("memory", memory.maker_));
+  return core_->keys(memory);
+}
+
+Result<std::shared_ptr<Remote>> Engine::adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const {
+  WEFT_TRY(check_handle("peer", peer != nullptr));
+  WEFT_TRY(core_->check_own("peer", peer->maker_));
+  return core_->adopt(peer, keys);
 }
 
 Status Engine::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {

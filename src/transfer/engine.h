@@ -37,6 +37,7 @@
 namespace weft::transfer {
 
 using provider::Access;
+using provider::kLent;
 using provider::kLocal;
 using provider::kRemoteRead;
 using provider::kRemoteWrite;
@@ -121,6 +122,12 @@ class Engine {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   // Bytes that let a connected peer attach. Errors: kInvalid for memory without remote access.
   Result<std::string> describe(const Memory& memory) const;
+  // Of kLent memory, without a question and an answer: keys() goes to the peer by a way of the caller's, and there adopt()
+  // makes of it what attach() gives. Nobody is told when unregister() takes the memory back. Nothing is written to it
+  // from then on; a write that still comes fails over there, where is_revoked() of the Remote is true then. Errors:
+  // kInvalid, kUnsupported for more than LentKeys::kRailsMax rails.
+  Result<LentKeys> keys(const Memory& memory) const;
+  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const;
   // Takes the memory back: peers that attached it are told and confirm, after which none can touch it.
   // Errors: kPeerLost names peers that did not confirm until the deadline; the memory is unregistered in any
   // case.

@@ -92,6 +92,16 @@ struct RailKey {
   uint64_t rkey = 0;
 };
 
+// What a peer needs to write to memory that it is lent without having asked: Engine::keys(), Engine::adopt().
+struct LentKeys {
+  static constexpr uint32_t kRailsMax = 3;
+  uint64_t bytes = 0;  // of the memory
+  uint32_t rails = 0;  // 0: the memory was taken back meanwhile
+  uint32_t reserved = 0;
+  RailKey keys[kRailsMax];
+};
+static_assert(sizeof(LentKeys) == 64);
+
 enum class MessageType : uint8_t {
   kHello = 1,
   kWelcome,

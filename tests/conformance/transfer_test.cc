@@ -453,6 +453,34 @@ TEST_P(TransferTest, MemoryTakenBackIsNeverTouchedAgain) {
   EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kInvalid);
 }
 
+// ... also where a write is in the middle, and without a word to the peer, which stays one.
+TEST_P(TransferTest, MemoryThatWasLentIsNotTouchedOnceItIsTakenBack) {
+  constexpr uint64_t kBytes = 4 << 20;
+  Pair pair(provider_, 1, 1, 1000);
+  if (!pair.a.engine->rails()[0]->caps().takes_loans) GTEST_SKIP() << "takes no loans";
+  std::vector<char> from(kBytes, 'a'), into(kBytes, 'i');
+  auto mine = *pair.a.engine->enroll({from.data(), kBytes}, kRemoteWrite | kLent);
+  uint32_t in_time = 0, late = 0;
+  for (uint32_t turn = 1; turn <= 40; ++turn) {
+    auto theirs = *pair.b.engine->enroll({into.data(), kBytes}, kRemoteWrite | kLent);
+    auto remote = *pair.a.engine->adopt(pair.b_at_a, *pair.b.engine->keys(*theirs));
+    auto transfer = *pair.a.engine->write({mine, 0, remote, 0, kBytes, with_imm(turn)});
+    if (turn % 2 == 0) ASSERT_OK(pair.wait_imm(turn, 1));
+    if (turn % 2 == 0) EXPECT_EQ(into, from);
+    if (turn % 4 == 1) std::this_thread::sleep_for(std::chrono::microseconds(50 * turn));
+    ASSERT_OK(pair.b.engine->unregister(theirs, soon()));
+    std::memset(into.data(), 'i', kBytes);
+    const Status ended = pair.a.engine->wait(transfer, soon());
+    EXPECT_EQ(ended.ok(), !remote->is_revoked()) << ended.message();
+    ++(ended.ok() ? in_time : late);
+    EXPECT_EQ(static_cast<uint64_t>(std::count(into.begin(), into.end(), 'i')), kBytes);
+    EXPECT_TRUE(pair.b_at_a->is_alive());
+  }
+  EXPECT_GE(in_time, 20u);
+  EXPECT_EQ(pair.a.engine->keys(*pair.a.memory).status().code(), Code::kInvalid);
+  ASSERT_OK(pair.a.engine->unregister(mine, soon()));
+}
+
 // The sender may use its memory again once it has given up: a receiver that comes late must not take that for the message.
 TEST_P(TransferTest, AnOfferThatWasGivenUpIsNotRead) {
   constexpr uint64_t kBytes = 300'000;

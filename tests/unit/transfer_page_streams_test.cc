@@ -120,6 +120,40 @@ TEST(PageStreams, ForbiddenMemoryIsNotTouchedAnyMore) {
   EXPECT_EQ(ends.b.memory, std::vector<char>(32 << 20, 'f'));
 }
 
+// Other keys may name the same memory: a frame to one of them is not touched by the end of another.
+TEST(PageStreams, TheRestOfAForbiddenFrameIsDroppedAndTheStreamGoesOn) {
+  constexpr size_t kBytes = 32 << 20;
+  constexpr uint64_t kOtherKey = kKey + 1;
+  for (const uint64_t forbidden : {kKey, kOtherKey}) {
+    Ends ends(kBytes);
+    const Registration other{nullptr, nullptr, kBase, kOtherKey};
+    ends.b.streams->allow(other, {ends.b.memory.data(), kBytes}, kRemoteWrite);
+    const Piece all = ends.piece(0, 0, kBytes);
+    ends.a.streams->post(ends.to, &all, 1, &ends.contexts[0], 41, true);
+    ASSERT_TRUE(wait_until(Deadline::after_s(20), [&] {
+      ends.b.streams->progress(ends.b.events);
+      ends.a.streams->progress(ends.a.events);
+      return ends.b.memory[1] != 'e';
+    }));
+    ends.b.streams->forbid(forbidden == kKey ? ends.b.registration() : other);
+    if (forbidden == kKey) std::memset(ends.b.memory.data(), 'f', kBytes);
+    const Piece next = ends.piece(0, 0, 1000, kKey + kOtherKey - forbidden);
+    ASSERT_TRUE(ends.wait(1));
+    EXPECT_EQ(ends.a.events[0].kind, forbidden == kKey ? EventKind::kFailed : EventKind::kDone);
+    EXPECT_EQ(ends.a.events[0].key_refused, forbidden == kKey);
+    EXPECT_FALSE(ends.a.events[0].peer_gone);
+    EXPECT_EQ(ends.b.events.size(), forbidden == kKey ? 0u : 1u);  // the immediate
+    EXPECT_EQ(ends.b.memory, forbidden == kKey ? std::vector<char>(kBytes, 'f') : ends.a.memory);
+    ends.a.streams->post(ends.to, &next, 1, &ends.contexts[1], 42, true);
+    ASSERT_TRUE(ends.wait(2));
+    EXPECT_EQ(ends.a.events[1].kind, EventKind::kDone);
+    ASSERT_FALSE(ends.b.events.empty());
+    EXPECT_EQ(ends.b.events.back().kind, EventKind::kImm);
+    EXPECT_EQ(ends.b.events.back().imm, 42u);
+    EXPECT_EQ(std::memcmp(ends.b.memory.data(), ends.a.memory.data(), 1000), 0);
+  }
+}
+
 TEST(PageStreams, ReleasedSourceEndsItsFrame) {
   Ends ends(32 << 20);
   const Piece all = ends.piece(0, 0, 32 << 20);

@@ -19,6 +19,7 @@ namespace weft {
 namespace proxy {
 namespace {
 
+constexpr double kDrain_s = 1;     // for what a call had queued when it failed
 constexpr double kFarewell_s = 5;  // for peers to confirm what was sent before this rank leaves
 
 // What is in pinned memory beside the FIFOs: the words that flush() polls, and the link's own fault box.
@@ -58,7 +59,7 @@ class ProxyLink : public Link {
 
   void finish() override {
     if (std::exchange(is_finished_, true)) return;
-    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    const Deadline until = farewell();
     for (const auto& proxy : proxies_) proxy->finish(until);
   }
 
@@ -101,11 +102,29 @@ class ProxyLink : public Link {
   void forget(int window, uint64_t bytes) override {
     const auto known = region_of_.find(window);
     if (known == region_of_.end()) return;
-    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    const Deadline until = farewell();
     // Device code may have asked for more than has been done.
     for (const auto& proxy : proxies_) proxy->drain(until);
     for (const auto& memory : regions_.cut(known->second, bytes)) (void)engine_->unregister(memory, until);
     if (bytes == 0) region_of_.erase(known);
+  }
+
+  bool lends() const override { return lends_; }
+
+  Result<uint32_t> lend(std::byte* memory, uint64_t bytes) override {
+    WEFT_TRY_ASSIGN(std::shared_ptr<transfer::Memory> made,
+                    engine_->enroll({memory, bytes}, provider::kRemoteWrite | provider::kLent));
+    if (const std::optional<uint32_t> loan = loans_.open(made)) return *loan + 1;
+    WEFT_TRY(engine_->unregister(made, farewell()));
+    return Status::make(Code::kCapacity, "proxy: got one more loan, allowed: {} at a time", kLoans);
+  }
+
+  // A living peer takes what is queued, or refuses it, in no time. The memory is gone in any case.
+  void reclaim(const std::vector<uint32_t>& loans, bool is_done) override {
+    const Deadline until = is_done ? farewell() : Deadline::after_s(std::min(kDrain_s, timeout_s_));
+    if (!is_done)
+      for (const auto& proxy : proxies_) proxy->drain(until);
+    for (const uint32_t loan : loans) (void)engine_->unregister(loans_.close(loan - 1), until);
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -165,6 +184,8 @@ class ProxyLink : public Link {
         timeout_s_(group.timeout_s),
         peers_(group.peers) {}
 
+  Deadline farewell() const { return Deadline::after_s(std::min(kFarewell_s, timeout_s_)); }
+
   // What this rank can do by itself: memory, engine, threads.
   Status open(const Group& group) {
     const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
@@ -179,7 +200,9 @@ class ProxyLink : public Link {
     options.timeout_s = timeout_s_;
     options.has_worker = false;  // proxy threads poll
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
-    traffic_.reset(new Traffic{*engine_, regions_, network.pace, timeout_s_, rank_});
+    lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
+             std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
+    traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     at_ = shared_words(static_cast<uint64_t>(ranks_));
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
@@ -222,7 +245,7 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
                     exchange(opened.ok() ? engine_->address() : std::string()));
     Status connected = opened.ok() ? start_engine(addresses) : opened;
-    std::string inboxes;  // a descriptor for each rank, with its length before it
+    std::string inboxes(1, lends_ ? '1' : '0');  // then a descriptor for each rank, with its length before it
     for (int peer = 0; peer < ranks_; ++peer) {
       std::string inbox;
       if (connected.ok() && queues_.contains(peer) && peer != rank_) {
@@ -236,6 +259,7 @@ class ProxyLink : public Link {
     }
     WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? inboxes : std::string()));
     if (connected.ok()) connected = attach_inboxes(all);
+    lends_ = std::ranges::all_of(all, [](const std::string& theirs) { return theirs.starts_with('1'); });
     stop_helper();
     if (connected.ok()) start_proxies();
     return connected;
@@ -263,7 +287,7 @@ class ProxyLink : public Link {
     for (int peer : peers_) {
       const std::string& theirs = all[static_cast<size_t>(peer)];
       std::string mine;  // the descriptor that is for this rank
-      for (size_t at = 0, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
+      for (size_t at = 1, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
         uint32_t length = 0;
         std::memcpy(&length, theirs.data() + at, sizeof length);
         at += sizeof length;
@@ -318,6 +342,8 @@ class ProxyLink : public Link {
   const double timeout_s_;
   const std::vector<int> peers_;
   Regions regions_;
+  Loans loans_;
+  bool lends_ = false;
   std::map<int, uint32_t> region_of_;  // by the number of a window
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;

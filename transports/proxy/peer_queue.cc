@@ -13,11 +13,6 @@ constexpr uint32_t kPerTurn = 64;
 // A put waits so many turns for the signal that its thread is about to ask for.
 constexpr uint32_t kTurnsForMore = 16;
 
-bool is_signal(Command command) {
-  const Op op = op_of(command);
-  return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
-}
-
 // What went to memory that the peer has taken back, says the engine: the peer has left, mostly for somebody whose loss the communicator
 // knows, or it has destroyed the window. So the peer is lost.
 Code code_of_loss(const Status& why) {
@@ -135,8 +130,9 @@ bool PeerQueue::send_front() {
 }
 
 bool PeerQueue::goes_in_record(const Queued& queued) const {
-  return is_signal(queued.command) ||
-         (op_of(queued.command) == Op::kPut && bytes_of(queued.command) <= kSmallPutBytesMax);
+  const Command c = queued.command;
+  if (is_signal(c) || op_of(c) == Op::kLend) return true;
+  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent));
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {
@@ -165,11 +161,20 @@ void PeerQueue::release(uint64_t bytes) {
 std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   const Command c = queued.command;
   const bool is_get = op_of(c) == Op::kGet;  // source and destination are then the other way round
+  const bool is_from_loan = !is_get && (c.b & kSrcLent), is_to_loan = !is_get && (c.b & kDstLent);
   const Piece piece{
-      traffic_.regions.own(src_region_of(c)).memory, traffic_.regions.of(dst_region_of(c), rank_),
-      (is_get ? dst_of(c) : src_of(c)) + queued.done, (is_get ? src_of(c) : dst_of(c)) + queued.done,
-      std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight)};
-  if (!piece.own || !piece.theirs) {
+      is_from_loan ? traffic_.loans.own(src_loan_of(c)) : traffic_.regions.own(src_region_of(c)).memory,
+      is_to_loan ? traffic_.loans.of(dst_loan_of(c), rank_) : traffic_.regions.of(dst_region_of(c), rank_),
+      (is_get ? dst_of(c) : src_of(c)) + queued.done,
+      (is_get ? src_of(c) : dst_of(c)) + queued.done,
+      std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight),
+      is_to_loan};
+  if (is_from_loan && !piece.own) {
+    lose(Status::make(Code::kPeerLost, "a call failed here before all that it had for rank {} was sent",
+                      rank_));
+    return {};
+  }
+  if (!piece.own || (!piece.theirs && !is_to_loan)) {
     lose(Status::invalid("proxy: a {} from or to window {} of rank {}, which is gone", is_get ? "get" : "put",
                          dst_region_of(c), rank_));
     return {};
@@ -187,6 +192,10 @@ void PeerQueue::note_posted(Queued& queued, uint64_t bytes) {
 bool PeerQueue::post_put(Queued& put) {
   const std::optional<Piece> piece = next_piece(put);
   if (!piece) return false;
+  if (piece->is_to_loan && (!piece->theirs || piece->theirs->is_revoked())) {
+    release(piece->bytes);
+    return post_nothing(put);
+  }
   transfer::WriteRequest request{piece->own,          piece->own_offset, piece->theirs,
                                  piece->their_offset, piece->bytes,      {}};
   if (!post(std::move(request), kDataImm, true)) return false;
@@ -206,7 +215,7 @@ bool PeerQueue::post_get(Queued& get) {
     end(posted.status());
     return false;
   }
-  gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false});
+  gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false, 0, nullptr});
   ++gets_posted_;
   note_posted(get, piece->bytes);
   return true;
@@ -258,56 +267,36 @@ bool PeerQueue::post_record() {
   return true;
 }
 
-// As many as stand next to each other in the queue and fit: how many. None: the peer is lost.
-uint32_t PeerQueue::write_record(Record& record) {
-  uint32_t taken = 0;
-  for (; taken < queue_.size() && goes_in_record(queue_[taken]); ++taken) {
-    const Command command = queue_[taken].command;
-    const uint64_t units = is_signal(command) ? 1 : 1 + bytes_of(command) / kUnit;
-    if (record.count + units > kRecordUnits) break;
-    if (is_signal(command))
-      record.units[record.count++] = as_peer_names(command);
-    else if (!add_put(record, command))
-      return 0;
-  }
-  return taken;
-}
-
-Command PeerQueue::as_peer_names(Command command) const {
-  if (op_of(command) == Op::kClose) return command;
-  const Regions::Name name = traffic_.regions.name_at(dst_region_of(command), rank_);
-  return addressed(command, name.region, name.use);
-}
-
-// What comes late for a window that is gone does not reach the one that has its region now.
-bool PeerQueue::is_current(Command command) const {
-  return op_of(command) == Op::kClose || traffic_.regions.own(dst_region_of(command)).use == use_of(command);
-}
-
-bool PeerQueue::add_put(Record& record, Command put) {
-  const Regions::Own window = traffic_.regions.own(src_region_of(put));
-  const uint64_t bytes = bytes_of(put);
-  if (!window.base || src_of(put) + bytes > window.bytes) {
-    lose(Status::invalid("proxy: a put from window {}, which is gone", src_region_of(put)));
-    return false;
-  }
-  record.units[record.count++] = as_peer_names(put);
-  std::memcpy(&record.units[record.count], window.base + src_of(put), bytes);
-  record.count += static_cast<uint32_t>(bytes / kUnit);
-  return true;
-}
-
 bool PeerQueue::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
   const uint64_t bytes = request.bytes;
   request.how.imm = imm + static_cast<uint32_t>(next_out_ % kRing);
   request.how.timeout_s = traffic_.timeout_s;
-  Result<std::shared_ptr<transfer::Transfer>> posted = traffic_.engine.write(std::move(request));
+  const std::shared_ptr<transfer::Remote> loan =
+      request.dst->access() & transfer::kLent ? request.dst : nullptr;
+  const InFlight noted{nullptr, bytes, tally_now_ns(), imm == kDataImm, has_put, *request.how.imm, loan};
+  return note_in_flight(traffic_.engine.write(std::move(request)), noted);
+}
+
+// In place of a put to memory that the peer has taken back, whose call has failed: it only wants the number.
+bool PeerQueue::post_nothing(Queued& put) {
+  if (!reserve(0)) return false;
+  transfer::How how;
+  how.imm = kDataImm + static_cast<uint32_t>(next_out_ % kRing);
+  how.timeout_s = traffic_.timeout_s;
+  const InFlight noted{nullptr, 0, tally_now_ns(), false, false, *how.imm, nullptr};
+  if (!note_in_flight(traffic_.engine.notify(peer_, std::move(how)), noted)) return false;
+  note_posted(put, bytes_of(put.command) - put.done);
+  return true;
+}
+
+bool PeerQueue::note_in_flight(Result<std::shared_ptr<transfer::Transfer>> posted, InFlight noted) {
   if (!posted.ok()) {
-    release(bytes);
+    release(noted.bytes);
     end(posted.status());
     return false;
   }
-  in_flight_.push_back({std::move(*posted), bytes, tally_now_ns(), imm == kDataImm, has_put});
+  noted.transfer = std::move(*posted);
+  in_flight_.push_back(std::move(noted));
   ++next_out_;
   return true;
 }
@@ -326,6 +315,10 @@ bool PeerQueue::take_finished() {
     add_time(counted, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
+      if (done.loan && done.loan->is_revoked() && peer_->is_alive()) {  // its call has failed
+        notify(done.imm);
+        continue;
+      }
       done.has_put ? lose(status) : end(status);
       break;
     }
@@ -366,50 +359,6 @@ bool PeerQueue::take_arrived() {
   return any;
 }
 
-void PeerQueue::apply(const Record& record) {
-  if (record.sequence != next_in_ || record.count > kRecordUnits)
-    return lose(Status::make(Code::kSystem, "proxy: rank {} sent record {} where {} was due", rank_,
-                             record.sequence, next_in_));
-  for (uint32_t i = 0; i < record.count; ++i) {
-    const Command command = record.units[i];
-    if (is_signal(command)) {
-      if (is_current(command)) apply(command);
-      continue;
-    }
-    const uint64_t units = bytes_of(command) / kUnit;
-    if (op_of(command) != Op::kPut || units >= record.count - i)
-      return lose(Status::make(Code::kSystem, "proxy: rank {} sent a record that cannot be read", rank_));
-    if (is_current(command)) apply_put(command, &record.units[i + 1]);
-    i += static_cast<uint32_t>(units);
-  }
-}
-
-// Nothing where the window is gone: nobody looks.
-void PeerQueue::apply_put(Command put, const void* bytes) {
-  const Regions::Own window = traffic_.regions.own(dst_region_of(put));
-  if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
-  std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
-}
-
-void PeerQueue::apply(Command signal) {
-  const Op op = op_of(signal);
-  if (op == Op::kClose) {
-    has_farewell_ = true;
-    return notify(kClosedImm);
-  }
-  store_word(signal);
-}
-
-void PeerQueue::store_word(Command signal) {
-  const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
-  if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
-  auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
-  if (op_of(signal) == Op::kAdd)
-    add_release(word, signal.a);
-  else
-    store_release(word, signal.a);
-}
-
 // To the own rank: in order, at once.
 void PeerQueue::carry_out_here(const Queued& queued) {
   const Command c = queued.command;
@@ -417,6 +366,7 @@ void PeerQueue::carry_out_here(const Queued& queued) {
     if (op_of(c) != Op::kClose) apply(c);
     return;
   }
+  if (c.b & (kSrcLent | kDstLent)) return;  // kernels lend to peers
   const Regions::Own window = traffic_.regions.own(src_region_of(c));
   if (window.base && src_of(c) + bytes_of(c) <= window.bytes) apply_put(c, window.base + src_of(c));
 }

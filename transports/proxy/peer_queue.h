@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/tally.h"
+#include "transports/proxy/loans.h"
 #include "transports/proxy/network.h"
 #include "transports/proxy/regions.h"
 
@@ -24,12 +25,24 @@ namespace weft::proxy {
 struct Traffic {
   transfer::Engine& engine;
   Regions& regions;
+  Loans& loans;
   const Pace pace;
   const double timeout_s;
   const int self;
   std::atomic<uint64_t> bytes{0};  // under way
   std::atomic<uint32_t> writes{0};
 };
+
+inline bool is_signal(Command command) {
+  const Op op = op_of(command);
+  return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
+}
+
+// What follows a command in a record.
+inline uint64_t bytes_behind(Command command) {
+  if (is_signal(command)) return 0;
+  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
+}
 
 class PeerQueue {
  public:
@@ -81,6 +94,8 @@ class PeerQueue {
     uint64_t since_ns;
     bool is_put;   // a write of data
     bool has_put;  // ... or a record with a small put
+    uint32_t imm;
+    std::shared_ptr<transfer::Remote> loan;  // of the peer, to which it goes; else null
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -91,6 +106,7 @@ class PeerQueue {
     std::shared_ptr<transfer::Memory> own;
     std::shared_ptr<transfer::Remote> theirs;
     uint64_t own_offset, their_offset, bytes;
+    bool is_to_loan;
   };
   // Once so many gets are finished, the word of this rank's own holds the value.
   struct GotMark {
@@ -119,11 +135,14 @@ class PeerQueue {
   bool post_record();
   uint32_t write_record(Record& record);
   bool add_put(Record& record, Command put);
+  void add_keys(Record& record, Command lend);
   Command as_peer_names(Command command) const;
   bool is_current(Command command) const;
   bool goes_in_record(const Queued& queued) const;
   bool awaits_more(const Queued& front);
   bool post(transfer::WriteRequest request, uint32_t imm, bool has_put);
+  bool post_nothing(Queued& put);
+  bool note_in_flight(Result<std::shared_ptr<transfer::Transfer>> posted, InFlight noted);
   void end(const Status& why);
   bool owes_data() const;
   bool owes_gets() const;
@@ -134,6 +153,7 @@ class PeerQueue {
   void apply(Command signal);
   void store_word(Command signal);
   void apply_put(Command put, const void* bytes);
+  void apply_keys(Command lend, const void* bytes);
   void carry_out_here(const Queued& queued);
   void publish_flushes();
   void drop_all();

@@ -5,6 +5,7 @@
 
 #define WEFT_DEVICE __device__ __forceinline__
 #define WEFT_APART __device__ __noinline__  // what is seldom called, and large: one copy in a kernel
+#define WEFT_INNER WEFT_DEVICE
 #define WEFT_KERNEL __device__ __forceinline__
 #define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
 #define WEFT_ROLLED _Pragma("unroll 1")       // before a loop that is short: code is fetched from far, too

@@ -37,6 +37,7 @@ enum class byte : unsigned char {};
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
 // What is seldom called, and large: one copy in a kernel.
 #define WEFT_APART __attribute__((device, noinline)) inline
+#define WEFT_INNER WEFT_DEVICE
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
 #define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
 #define WEFT_ROLLED _Pragma("nounroll")       // before a loop that is short: code is fetched from far, too

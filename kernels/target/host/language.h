@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #define WEFT_DEVICE inline
+// What runs once for each vector of a long loop: a call there costs more than the work, and compilers differ in what they inline.
+#define WEFT_INNER [[gnu::always_inline]] inline
 #define WEFT_APART inline  // what is seldom called, and large: one copy in a kernel
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// program_loans.cuh: messages to port peers that go from where they lie, to where they belong, by memory that calls have lent
+// to their link: which ends of a message are lent, and grants of loans.
+#pragma once
+
+#include "kernels/collective/program_turn.cuh"
+
+namespace weft {
+
+namespace program {
+
+// Where in a loan a message lies. Loan 0: in none.
+struct Lent {
+  uint32_t loan = 0;
+  uint64_t at = 0;
+};
+
+// A receiver that is not in the call yet, or in another, grants nothing: after so long the message goes to its slot, where it is
+// seen for what it is.
+inline constexpr uint64_t kGrantPatience_ns = 5'000'000;
+
+template <class MeshT>
+WEFT_DEVICE bool goes_without_grant(const MeshT& mesh, const Cursor& cursor, const Turn& turn) {
+  if constexpr (LoanMesh<MeshT>)
+    return !mapped_window(mesh, static_cast<uint32_t>(turn.block->send_peer)) &&
+           cursor.waiting_since_ns != 0 && now_ns() - cursor.waiting_since_ns > kGrantPatience_ns;
+  return false;
+}
+
+// A network moves whole units.
+WEFT_DEVICE Lent lent_if_whole(uint32_t loan, const Piece& piece, const std::byte* base, uint64_t units) {
+  const auto at = static_cast<uint64_t>(piece.at - base);
+  return loan && at % 16 == 0 && piece.bytes >= units * 16 ? Lent{loan, at} : Lent{};
+}
+
+// What the step sends, where it may be referred to.
+template <class Shape>
+WEFT_DEVICE Lent lent_source(const ProgramArgs& a, const Shape& shape, const Turn& turn) {
+  if (!(turn.step->direct & kMayRefer) || !may_be_direct(a, shape, turn.units)) return {};
+  const bool is_send = static_cast<StepOp>(turn.step->op) == StepOp::kSend;
+  const uint32_t buffer = is_send ? turn.step->src_buffer : turn.step->dst_buffer;
+  return lent_if_whole(a.loans[buffer], is_send ? turn.src : turn.dst, a.buffers[buffer].base, turn.units);
+}
+
+// Where the peer wants it, as its grant says, if that has come.
+template <class MeshT, class Shape>
+WEFT_DEVICE Lent lent_target(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                             const Cursor& cursor, const Turn& turn) {
+  if (!wants_grant(a, mesh, shape, turn)) return {};
+  const uint32_t buffer = turn.step->remote_buffer;
+  const Grant* grant = grant_of(a, mesh, turn.block->channel, static_cast<uint32_t>(turn.block->send_peer));
+  if (load_acquire(&grant->tag) != message_tag(cursor.first_sent + 1, cursor.salt)) return {};
+  std::byte* const base = mesh.local();  // of any memory: the place in the buffer is the same over there
+  const Piece piece = piece_in(a, a.buffers[buffer], base, element_bytes(static_cast<Element>(shape.element)),
+                               turn.step->remote_index + cursor.chunk, turn.chunks, cursor.iteration);
+  return lent_if_whole(grant->loan[buffer], piece, base, turn.units);
+}
+
+// Tells a port peer of the loans, and then that it may use them in the run that `tag` names.
+template <class MeshT>
+WEFT_DEVICE void grant_loans(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block,
+                             uint64_t tag) {
+  const auto peer = static_cast<uint32_t>(block.recv_peer);
+  const uint64_t at = a.rings.grants_at + ring_index(mesh, block.channel, mesh.rank()) * sizeof(Grant);
+  Grant grant{};
+  auto to_peer = mesh.to(peer);
+  for (uint32_t i = 0; i < 3; ++i) {
+    grant.loan[i] = a.loans[i];
+    if (a.loans[i]) to_peer.lend(a.loans[i]);
+  }
+  uint64_t words[sizeof(Grant) / 8];
+  copy_few<sizeof(Grant)>(words, &grant);
+  constexpr uint32_t kFirst = offsetof(Grant, window) / 8, kEnd = offsetof(Grant, reserved) / 8;
+  for (uint32_t i = kFirst; i < kEnd; ++i) to_peer.put_value(at + i * 8, words[i]);
+  to_peer.put_value(at, tag);
+}
+
+}  // namespace program
+
+}  // namespace weft

@@ -15,7 +15,7 @@ from weft import uccl_path
 from weft.errors import Error
 from weft.moe import buffer, uccl
 from weft.moe.config import Config
-from weft.moe.uccl_memory import EventHandle
+from weft.moe.uccl_memory import EventHandle, Memory
 from weft.moe.uccl_runtime import Runtime
 from weft.testing.ranks import Rank, run_ranks
 
@@ -426,3 +426,56 @@ def _low_latency_by_address(rank: Rank, use_fp8: bool, with_hook: bool) -> None:
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
 def test_low_latency_by_address(use_fp8: bool, with_hook: bool) -> None:
     run_ranks(2, _low_latency_by_address, use_fp8, with_hook, with_gpus=False)
+
+
+def _some_rank_has_no_token(rank: Rank, with_ids: bool) -> None:
+    """Tensors without a row have no address: what a rank calls must not depend on it."""
+    x, ids, weights = _routes(rank.rank)
+    if rank.rank == 0:
+        x, ids, weights = x[:0].clone(), ids[:0].clone(), weights[:0].clone()
+        assert ids.data_ptr() == 0
+    tokens = x.size(0)
+    runtime = _raw(rank, low_latency=False)
+    in_rank = torch.zeros(tokens, rank.size, dtype=torch.bool)
+    per_rank, per_expert = torch.empty(rank.size, dtype=torch.int32), torch.empty(EXPERTS, dtype=torch.int32)
+    prefix = torch.empty(rank.size, rank.size, dtype=torch.int32)
+    order, config = (None, False, False, 0), Config()
+    runtime.get_dispatch_layout(
+        ids.data_ptr(), tokens, TOP_K, EXPERTS, per_rank.data_ptr(), 0, per_expert.data_ptr(), in_rank.data_ptr(), *order
+    )
+    routes = (per_rank.data_ptr(), in_rank.data_ptr(), per_expert.data_ptr(), tokens, EXPERTS, prefix.data_ptr())
+    num_rows, _, _ = runtime.intranode_prepare(*routes, 0, 1, 0, config, *order)
+    sent, local = _routes(1), EXPERTS // rank.size
+    chosen = (sent[1] // local == rank.rank).any(1)
+    assert num_rows == int(chosen.sum())
+    scales = torch.arange(tokens * 2, dtype=torch.float32).view(tokens, 2)
+    rows, got_scales = torch.empty(num_rows, HIDDEN, dtype=torch.uint8), torch.empty(num_rows, 2)
+    got_ids, got_weights = torch.empty(num_rows, TOP_K, dtype=torch.int64), torch.empty(num_rows, TOP_K)
+    source = torch.empty(num_rows, dtype=torch.int32)
+    quantised = x.to(torch.float8_e4m3fn)
+    routed = (ids.data_ptr(), TOP_K, weights.data_ptr()) if with_ids else (0, 0, 0)
+    received = (got_ids.data_ptr(), got_weights.data_ptr()) if with_ids else (0, 0)
+    runtime.intranode_dispatch(
+        *(quantised.data_ptr(), tokens, HIDDEN, 1, scales.data_ptr(), 2, 2, 1, *routed, in_rank.data_ptr()),
+        *(prefix.data_ptr(), 0, EXPERTS, 0, False, config, num_rows, rows.data_ptr(), got_scales.data_ptr()),
+        *(*received, 0, source.data_ptr(), 0, *order),
+    )
+    assert torch.equal(rows, sent[0][chosen].to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(got_scales, torch.arange(TOKENS * 2.0).view(TOKENS, 2)[chosen])
+    if with_ids:
+        assert torch.equal(got_ids >= 0, (sent[1] // local == rank.rank)[chosen])
+    runtime.destroy()
+
+
+@pytest.mark.parametrize("with_ids", [False, True], ids=["rows", "routes"])
+def test_a_rank_without_tokens_calls_what_the_others_call(with_ids: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_TIMEOUT_S", "10")
+        run_ranks(2, _some_rank_has_no_token, with_ids, with_gpus=False)
+
+
+def test_null_is_no_tensor() -> None:
+    memory = Memory(torch.device("cpu"))
+    assert memory.at(0, torch.int32, 0, 3).shape == (0, 3)
+    with pytest.raises(Error, match=r"address: got null, allowed: that of a torch.int32 tensor of shape \[2, 3\]"):
+        memory.at(0, torch.int32, 2, 3)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.errors import invalid
 from weft.moe import events
 
 
@@ -58,10 +59,12 @@ class Memory:
         self._device = device
 
     def at(self, address: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return the tensor of that type and shape at an address."""
+        """Return the tensor of that type and shape at an address. Raises: Error for null where there are elements."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(shape, dtype=dtype, device=self._device)
+        if not address:
+            raise invalid("address", "null", f"that of a {dtype} tensor of shape {list(shape)}")
         if self._device.type == "cuda":
             flat = torch.as_tensor(_Span(address, num_bytes), device=self._device)
         else:

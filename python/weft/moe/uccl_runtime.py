@@ -367,7 +367,8 @@ class Runtime:
         """Dispatch along the prepared routes or, with ids and weights, along new ones that are the same."""
         ids: Tensor | None = None
         weights: Tensor | None = None
-        if call.topk_idx:
+        # Not by the address of ids: tensors without a row have none, and all ranks have to call the same.
+        if call.num_topk and not call.is_cached:
             shape = (call.num_tokens, call.num_topk)
             rows, ids, weights, _, prepared.handle, _ = self._buffer.dispatch(
                 self._payload(call),
@@ -409,7 +410,7 @@ class Runtime:
         if call.element_bytes not in _ROW_TYPES:
             raise invalid("x_element_size", call.element_bytes, "1, 2 or 4 bytes")
         x = self._memory.at(call.x, _ROW_TYPES[call.element_bytes], call.num_tokens, call.hidden)
-        if not call.scales:
+        if not call.num_scales:
             return x
         strides = (call.scale_token_stride, call.scale_hidden_stride)
         reach = 1 + (call.num_tokens - 1) * strides[0] + (call.num_scales - 1) * strides[1]

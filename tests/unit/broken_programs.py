@@ -68,7 +68,7 @@ def _wrong_source() -> Broken:
 
 def _added_twice() -> Broken:
     broken = copy.deepcopy(build("allreduce_1step", 3).compile())
-    for block in broken.ranks[2].blocks:
+    for block in broken.ranks[0].blocks:
         reduces = [at for at, step in enumerate(block.steps) if step.op is Op.REDUCE]
         if len(reduces) > 1:
             first, second = (block.steps[at] for at in reduces[:2])

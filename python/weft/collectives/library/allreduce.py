@@ -19,15 +19,19 @@ def _to_output(n: int, chunks: int) -> None:
 
 @algorithm(AllReduce)
 def allreduce_1step(n: int) -> None:
-    """The whole buffer goes to everyone, who adds all of them: one exchange, n-1 times the bytes."""
+    """The whole buffer goes to everyone, who adds all in the order of ranks: one exchange, n-1 times the bytes."""
     came = {}
     for rank in range(n):
         for step in range(1, n):
-            came[rank, step] = chunk((rank + step) % n, Buffer.input, 0).copy(rank, "incoming", step - 1)
+            source = (rank + step) % n
+            came[rank, source] = chunk(source, Buffer.input, 0).copy(rank, "incoming", step - 1)
     for rank in range(n):
-        acc = chunk(rank, Buffer.input, 0).copy(rank, Buffer.output, 0)
-        for step in range(1, n):
-            acc = acc.reduce(came[rank, step])
+        own = chunk(rank, Buffer.input, 0).copy(rank, Buffer.output, 0)
+        # Everyone adds for itself. In another order the sums would round to other bits than those of the other ranks.
+        for source in range(1, rank):
+            came[rank, 0] = came[rank, 0].reduce(came[rank, source])
+        for source in [0] * (rank > 0) + list(range(rank + 1, n)):
+            own = own.reduce(came[rank, source])
 
 
 @algorithm(AllReduce, factor=lambda n: n)

@@ -138,3 +138,58 @@ def test_gradients_through_the_phases_are_those_of_one_rank(
     total = sum((reference["scales"] for reference in wanted), torch.zeros_like(all_scales))
     wide = {"rtol": 2.0**-5, "atol": 2.0**-4} if not is_wide else close
     torch.testing.assert_close(all_scales, total, **wide)
+
+
+def _weights_summed(me: Rank) -> None:
+    """A layer that adds a row's weights, those of experts elsewhere too: they are 0, whatever they are elsewhere."""
+    experts = EXPERTS_PER_RANK * me.size
+    buffer = Buffer(me.group, num_nvl_bytes=1 << 20, device="cpu")
+    x, topk_idx, weights = inputs_of(me.rank, 7, experts)
+    weights.requires_grad_()
+    arrived = autograd.dispatch(buffer, x, topk_idx, weights, experts)
+    y = arrived.x.float() * arrived.topk_weights.sum(1, keepdim=True)
+    autograd.combine(buffer, y.bfloat16(), arrived.handle).float().sum().backward()
+    wanted = (topk_idx >= 0) * x.float().sum(1, keepdim=True)
+    torch.testing.assert_close(weights.grad, wanted, rtol=2.0**-6, atol=2.0**-5)
+
+
+def test_a_weight_has_its_gradient_from_its_experts_rank_alone() -> None:
+    run_ranks(3, _weights_summed, with_gpus=False)
+
+
+def _differentiated_twice(me: Rank) -> None:
+    experts = EXPERTS_PER_RANK * me.size
+    buffer = Buffer(me.group, num_nvl_bytes=1 << 20, device="cpu")
+    x, topk_idx, weights = inputs_of(me.rank, 7, experts)
+    x.requires_grad_()
+    arrived = autograd.dispatch(buffer, x, topk_idx, weights, experts)
+    (first,) = torch.autograd.grad(arrived.x.float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (first.float().pow(2).sum() + x.float().sum()).backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    run_ranks(2, _differentiated_twice, with_gpus=False)
+
+
+def _routes_written_again(me: Rank) -> None:
+    experts = EXPERTS_PER_RANK * me.size
+    a2a = P2PAllToAll(
+        me.group, max_num_tokens=8, num_experts=experts, hidden_dim=HIDDEN, num_experts_per_token=TOP_K, device="cpu"
+    )
+    x, topk_idx, weights = inputs_of(me.rank, 8, experts)
+    x.requires_grad_()
+    weights.requires_grad_()
+    rows = autograd.p2p_dispatch_recv(autograd.p2p_dispatch_send(a2a, x, topk_idx, weights))
+    out = autograd.p2p_combine_recv(
+        autograd.p2p_combine_send((rows.x * rows.weights.unsqueeze(-1).view(*rows.x.shape[:-1], 1)).bfloat16(), rows)
+    )
+    wanted = ((topk_idx >= 0) * x.detach().float().sum(1, keepdim=True)).clone()
+    topk_idx.fill_(0)
+    out.float().sum().backward()
+    torch.testing.assert_close(weights.grad, wanted, rtol=2.0**-5, atol=2.0**-4)
+    a2a.destroy()
+
+
+def test_routes_may_be_written_before_the_backward_pass() -> None:
+    run_ranks(2, _routes_written_again, with_gpus=False)

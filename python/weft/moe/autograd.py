@@ -16,7 +16,8 @@ not.
 Numerics: as the buffer's ``combine``: float32 sums over ranks in ascending order, one rounding to bf16. So a
 gradient that comes back through dispatch carries one rounding per rank that the row went to, and one for the
 sum.
-Errors: ``weft.Error`` from the buffer's calls; also raised inside ``backward()``.
+Errors: ``weft.Error`` from the buffer's calls; also raised inside ``backward()``. A gradient of a gradient is torch's
+RuntimeError: no call here gives one.
 Threads: as ``weft.Buffer``: one thread at a time per buffer; autograd runs a graph on one thread per device.
 """
 
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from weft.errors import invalid, quoted
 from weft.moe.p2p_autograd import (
@@ -140,15 +142,19 @@ class _Dispatch(torch.autograd.Function):
             topk_weights=topk_weights,
         )
         ctx.buffer, ctx.handle = buffer, handle
+        ctx.save_for_backward(recv_idx)
         ctx.mark_non_differentiable(recv_idx)
         return recv_x, recv_idx, recv_weights, counts, handle
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, _: Any, grad_weights: torch.Tensor, *__: Any) -> Any:
+        (recv_idx,) = ctx.saved_tensors
         x, weights, _event = ctx.buffer.combine(
             contiguous("grad_x", grad_x),
             ctx.handle,
-            topk_weights=contiguous("grad_weights", grad_weights).float(),
+            # The 0 of a slot whose expert is elsewhere is no weight: the sum must not count its gradient.
+            topk_weights=contiguous("grad_weights", grad_weights).float().masked_fill(recv_idx < 0, 0),
         )
         return x, weights, None, None, None
 
@@ -161,5 +167,6 @@ class _Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.buffer.dispatch(contiguous("grad", grad), handle=ctx.handle)[0], None, None

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.errors import invalid, quoted
 from weft.moe.p2p import P2PAllToAll, P2PHandle
@@ -150,9 +151,11 @@ class _DispatchSend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, topk_weights: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.handle = exchange.a2a.dispatch_send(x, exchange.topk_idx, topk_weights)
+        exchange.topk_idx = exchange.topk_idx.clone()  # for backward; the caller may write its own again
         return _token(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
         exchange = ctx.exchange
         grad_x = exchange.a2a.combine_recv(exchange.handle)
@@ -173,6 +176,7 @@ class _DispatchRecv(torch.autograd.Function):
         return x, weights, rows.num_tokens
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> Any:
         exchange = ctx.exchange
         exchange.grad_weights = contiguous("grad_weights", grad_weights)
@@ -188,6 +192,7 @@ class _CombineSend(torch.autograd.Function):
         return _token(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
         return ctx.exchange.receive_with_slots(ctx.exchange.back), None
 
@@ -199,6 +204,7 @@ class _CombineRecv(torch.autograd.Function):
         return exchange.a2a.combine_recv(exchange.handle)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.exchange.back = ctx.exchange.send_with_slots(contiguous("grad", grad))
         return _token(grad), None

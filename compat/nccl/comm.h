@@ -58,6 +58,7 @@ struct ncclComm {
   // A communicator that only the real library knows.
   void adopt(ncclComm_t real);
 
+  // Notes what went wrong by itself: when it returns, another thread's abort may have ended the communicator.
   weft::Status run(std::span<const weft::nccl::Operation> operations);
   // Whether run() needs no other rank of this process to be under way: one launch, that is, of what has run before
   // (so that no memory has to be found and no kernel loaded beside one that waits), and nothing that the real
@@ -101,6 +102,7 @@ struct ncclComm {
   // Whether all ranks say yes; errors: kPeerLost.
   weft::Result<bool> agree(bool mine);
 
+  Status run_in_order(std::span<const Operation> operations);
   bool serves(const Operation& operation);
   Status serve(const Operation& operation);
   Status serve_alone(const Operation& operation);

@@ -71,9 +71,10 @@ WEFT_NCCL_API ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int
 
 WEFT_NCCL_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
                                          ncclConfig_t* config) {
-  if (!comm || !newcomm) return answer(Status::invalid("comm or newcomm: got null"));
+  if (!comm || !newcomm) return refuse(answer(Status::invalid("comm or newcomm: got null")));
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
-    return answer(Status::invalid("color: got {}, allowed: 0 or more, or NCCL_SPLIT_NOCOLOR", color), comm);
+    return refuse(
+        answer(Status::invalid("color: got {}, allowed: 0 or more, or NCCL_SPLIT_NOCOLOR", color), comm));
   Birth birth{newcomm, std::make_unique<ncclComm>(comm->device()), comm, {}, color, key, config != nullptr,
               {}};
   if (config)

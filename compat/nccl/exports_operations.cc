@@ -58,13 +58,10 @@ WEFT_NCCL_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scala
   return ncclSuccess;
 }
 WEFT_NCCL_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
-  PreMulSum* made = comm ? comm->find_op(op) : nullptr;
-  if (!made)
+  if (!comm || !comm->find_op(op))
     return answer(
         Status::invalid("op: got {}, allowed: one of ncclRedOpCreatePreMulSum", static_cast<int>(op)), comm);
-  made->is_alive = false;
-  if (!comm->real()) return ncclSuccess;
-  return pass_plain(ncclRedOpDestroy, "ncclRedOpDestroy", made->real, comm->real());
+  return end_operator(comm, op);
 }
 
 // ---- collectives, sends and receives
@@ -106,7 +103,7 @@ WEFT_NCCL_API ncclResult_t ncclAllToAllv(const void* src, const size_t src_count
                                          const size_t dst_places[], ncclDataType_t type, ncclComm_t comm,
                                          cudaStream_t stream) {
   if (!comm || !src_counts || !src_places || !dst_counts || !dst_places)
-    return answer(Status::invalid("comm, counts or displacements: got null"), comm);
+    return refuse(answer(Status::invalid("comm, counts or displacements: got null"), comm));
   Operation made = operation(Function::kAllToAllv, src, dst, 0, type, ncclSum, -1, comm, stream);
   const int ranks = comm->size();
   made.src_counts.assign(src_counts, src_counts + ranks);

@@ -73,8 +73,34 @@ ncclResult_t run_shares(std::vector<Operation> operations) {
     (void)run_beside(comms.size(), run);
   ncclResult_t result = ncclSuccess;
   for (size_t i = 0; i < comms.size(); ++i)
-    if (!results[i].ok()) result = answer(results[i], comms[i]);
+    if (!results[i].ok()) result = answer(results[i]);
   return result;
+}
+
+ncclResult_t run_operations(std::vector<Operation> operations) {
+  if (operations.empty()) return ncclSuccess;
+  const ncclComm_t comm = operations[0].comm;
+  const auto is_of_one = [&](const Operation& operation) { return operation.comm == comm; };
+  if (std::all_of(operations.begin(), operations.end(), is_of_one)) return answer(comm->run(operations));
+  return run_shares(std::move(operations));
+}
+
+// Splits of one communicator follow one another, as on its other ranks; what else is made may wait for each other.
+ncclResult_t give_births(std::vector<Birth>& births) {
+  std::vector<std::vector<Birth*>> lines;
+  for (Birth& birth : births) {
+    const auto is_sibling = [&](const auto& line) { return birth.parent && line[0]->parent == birth.parent; };
+    const auto line = std::find_if(lines.begin(), lines.end(), is_sibling);
+    if (line == lines.end())
+      lines.push_back({&birth});
+    else
+      line->push_back(&birth);
+  }
+  if (lines.empty()) return ncclSuccess;
+  return answer(run_beside(lines.size(), [&](size_t i) {
+    for (Birth* birth : lines[i]) WEFT_TRY(give_birth(*birth));
+    return Status();
+  }));
 }
 
 bool has_root(Function function) {
@@ -97,12 +123,15 @@ Status check(const Operation& o) {
   if (has_root(o.function) && (o.peer < 0 || o.peer >= o.comm->size()))
     return Status::invalid("{}: root or peer: got {}, allowed: 0 to {}", name, o.peer, o.comm->size() - 1);
   const bool is_root = o.peer == o.comm->rank();
+  const auto has = [&](const std::vector<size_t>& counts) {
+    return o.count || std::any_of(counts.begin(), counts.end(), [](size_t count) { return count != 0; });
+  };
   const bool needs_src =
       o.function != Function::kRecv &&
       (is_root || (o.function != Function::kBroadcast && o.function != Function::kScatter));
   const bool needs_dst = o.function != Function::kSend &&
                          (is_root || (o.function != Function::kReduce && o.function != Function::kGather));
-  if (o.count && ((needs_src && !o.src) || (needs_dst && !o.dst)))
+  if ((needs_src && !o.src && has(o.src_counts)) || (needs_dst && !o.dst && has(o.dst_counts)))
     return Status::invalid("{}: sendbuff or recvbuff: got null for {} elements", name, o.count);
   const bool is_transfer = o.function == Function::kSend || o.function == Function::kRecv;
   if (is_transfer && is_root && !this_group().depth)
@@ -119,19 +148,33 @@ Group& this_group() {
 }
 
 ncclResult_t finish_group() {
-  std::vector<Birth> births = std::move(this_group().births);
-  std::vector<Operation> operations = std::move(this_group().operations);
-  this_group() = {};
-  if (!births.empty()) {
-    const Status status = run_beside(births.size(), [&](size_t i) { return give_birth(births[i]); });
-    if (!status.ok()) return answer(status);
+  Group group = std::exchange(this_group(), {});
+  ncclResult_t result = group.refused;
+  if (result == ncclSuccess) result = give_births(group.births);
+  if (result == ncclSuccess) result = run_operations(std::move(group.operations));
+  for (const OldOperator& old : group.old_operators) {
+    const ncclResult_t ended = end_operator(old.comm, old.op);
+    if (result == ncclSuccess) result = ended;
   }
-  if (operations.empty()) return ncclSuccess;
-  const ncclComm_t comm = operations[0].comm;
-  const auto is_of_one = [&](const Operation& operation) { return operation.comm == comm; };
-  if (std::all_of(operations.begin(), operations.end(), is_of_one))
-    return answer(comm->run(operations), comm);
-  return run_shares(std::move(operations));
+  return result;
+}
+
+ncclResult_t end_operator(ncclComm_t comm, ncclRedOp_t op) {
+  if (this_group().depth) {
+    this_group().old_operators.push_back({comm, op});
+    return ncclSuccess;
+  }
+  PreMulSum* made = comm->find_op(op);
+  if (!made) return ncclSuccess;  // let go twice in one group
+  made->is_alive = false;
+  if (!comm->real()) return ncclSuccess;
+  return pass_plain(ncclRedOpDestroy, "ncclRedOpDestroy", made->real, comm->real());
+}
+
+ncclResult_t refuse(ncclResult_t result) {
+  Group& group = this_group();
+  if (group.depth && group.refused == ncclSuccess) group.refused = result;
+  return result;
 }
 
 ncclResult_t add_birth(Birth birth) {
@@ -141,9 +184,10 @@ ncclResult_t add_birth(Birth birth) {
 
 ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int rank,
                         const ncclConfig_t* config, Device device) {
-  if (!comm || !id) return answer(Status::invalid("comm or commId: got null"));
+  if (!comm || !id) return refuse(answer(Status::invalid("comm or commId: got null")));
   if (size < 1 || rank < 0 || rank >= size)
-    return answer(Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, size));
+    return refuse(
+        answer(Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, size)));
   Birth birth{comm, std::make_unique<ncclComm>(device), nullptr, *id, rank, size, config != nullptr, {}};
   if (config)
     std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
@@ -153,8 +197,8 @@ ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int 
 
 ncclResult_t submit(Operation operation) {
   const Status status = check(operation);
-  if (!status.ok()) return answer(status, operation.comm);
-  if (this_group().depth == 0) return answer(operation.comm->run({&operation, 1}), operation.comm);
+  if (!status.ok()) return refuse(answer(status, operation.comm));
+  if (this_group().depth == 0) return answer(operation.comm->run({&operation, 1}));
   this_group().operations.push_back(std::move(operation));
   return ncclSuccess;
 }

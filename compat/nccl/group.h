@@ -22,17 +22,32 @@ struct Birth {
   ncclConfig_t config;
 };
 
+// An operator that was let go inside a group, whose calls still need it.
+struct OldOperator {
+  ncclComm_t comm;
+  ncclRedOp_t op;
+};
+
 struct Group {
   int depth = 0;
   std::vector<Operation> operations;
   std::vector<Birth> births;
+  std::vector<OldOperator> old_operators;
+  ncclResult_t refused = ncclSuccess;  // the first call that was not accepted: nothing of the group runs then
 };
 Group& this_group();
 
-// Runs what has come together, one communicator after the other or side by side.
+// Runs what has come together, one communicator after the other or side by side; nothing of it where a call of the
+// group was refused.
 ncclResult_t finish_group();
 
+// Ends an operator, now or when the group has run.
+ncclResult_t end_operator(ncclComm_t comm, ncclRedOp_t op);
+
 ncclResult_t add_birth(Birth birth);
+
+// Gives the result of a call that was not accepted, and keeps it for the end of this thread's group, if it is in one.
+ncclResult_t refuse(ncclResult_t result);
 
 // Makes a communicator, now or when the group ends.
 ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int rank,

@@ -61,6 +61,14 @@ Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
     return Status::invalid("sends and receives to rank {} itself: got {} and {}, allowed: equally many",
                            rank_, sends[rank_].size(), recvs[rank_].size());
   const cudaStream_t stream = operations[0]->stream;
+  for (size_t i = 0; i < sends[rank_].size(); ++i) {
+    const Operation &out = *sends[rank_][i], &in = *recvs[rank_][i];
+    if (out.count != in.count || out.type != in.type)
+      return Status::invalid(
+          "send and receive {} of rank {} to itself: got {} elements of type {} and {} of type {}, allowed: "
+          "the same",
+          i, rank_, out.count, static_cast<int>(out.type), in.count, static_cast<int>(in.type));
+  }
   for (size_t i = 0; i < sends[rank_].size(); ++i)
     WEFT_TRY(copy(recvs[rank_][i]->dst, sends[rank_][i]->src,
                   sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type), stream));

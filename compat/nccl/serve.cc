@@ -127,7 +127,13 @@ std::pair<uint64_t, uint64_t> form_of(const Operation& o) {
 
 Status ncclComm::run(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
-  if (is_stopped_) return Status(Code::kClosed, "the communicator was aborted");
+  const Status status =
+      is_stopped_ ? Status(Code::kClosed, "the communicator was aborted") : run_in_order(operations);
+  note(status);
+  return status;
+}
+
+Status ncclComm::run_in_order(std::span<const Operation> operations) {
   std::vector<const Operation*> transfers, forwarded;
   for (const Operation& operation : operations) {
     if (operation.count == 0 && operation.function != Function::kAllToAllv) continue;
@@ -279,6 +285,10 @@ Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Op
 // One rank: every collective is a copy.
 Status ncclComm::serve_alone(const Operation& o) {
   if (o.function == Function::kAllToAllv) {
+    if (o.src_counts[0] != o.dst_counts[0])
+      return Status::invalid(
+          "sendcounts[0] and recvcounts[0]: got {} and {}, allowed: the same, as both are of rank 0",
+          o.src_counts[0], o.dst_counts[0]);
     const uint64_t bytes = weft::nccl::bytes_of(o.type);
     return copy(o.dst + o.dst_places[0] * bytes, o.src + o.src_places[0] * bytes, o.src_counts[0] * bytes,
                 o.stream);

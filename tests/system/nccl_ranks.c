@@ -460,6 +460,76 @@ static void splits(void) {
   OK(ncclCommDestroy(comm));
 }
 
+/* An operator may be let go before the group that uses it ends. */
+static void old_operator(ncclComm_t comm) {
+  int three = 3, x = rank, sum = -1;
+  ncclRedOp_t op;
+  OK(ncclGroupStart());
+  OK(ncclRedOpCreatePreMulSum(&op, &three, ncclInt32, ncclScalarHostImmediate, comm));
+  OK(ncclAllReduce(&x, &sum, 1, ncclInt32, op, comm, NULL));
+  OK(ncclRedOpDestroy(op, comm));
+  OK(ncclGroupEnd());
+  MUST(sum == 3 * ranks * (ranks - 1) / 2);
+  MUST(ncclRedOpDestroy(op, comm) == ncclInvalidArgument);
+}
+
+/* Nothing of a group runs in which a call was refused, and its end says so. */
+static void refused_group(ncclComm_t comm) {
+  int x = 1, sum = -1;
+  OK(ncclGroupStart());
+  OK(ncclAllReduce(&x, &sum, 1, ncclInt32, ncclSum, comm, NULL));
+  MUST(ncclBroadcast(&x, &x, 1, ncclInt32, ranks, comm, NULL) == ncclInvalidArgument);
+  MUST(ncclGroupEnd() == ncclInvalidArgument && sum == -1);
+  OK(ncclAllReduce(&x, &sum, 1, ncclInt32, ncclSum, comm, NULL));
+  MUST(sum == ranks);
+}
+
+/* What a rank sends itself is as long as what it takes, or nothing is written. */
+static void unequal_to_itself(ncclComm_t comm) {
+  int out[4] = {1, 2, 3, 4}, in[4] = {-1, -1, -1, -1};
+  OK(ncclGroupStart());
+  OK(ncclSend(out, 4, ncclInt32, rank, comm, NULL));
+  OK(ncclRecv(in, 2, ncclInt32, rank, comm, NULL));
+  MUST(ncclGroupEnd() == ncclInvalidArgument && in[0] == -1 && in[3] == -1);
+  MUST(strstr(ncclGetLastError(comm), "to itself: got 4 elements of type 2 and 2 of type 2"));
+  size_t counts[16] = {0}, places[16] = {0};
+  counts[rank] = 1;
+  MUST(ncclAllToAllv(NULL, counts, places, in, counts, places, ncclInt32, comm, NULL) == ncclInvalidArgument);
+}
+
+/* Rows and columns of one communicator, made in one group. */
+static void splits_in_a_group(ncclComm_t comm) {
+  for (int round = 0; round < 10; ++round) {
+    ncclComm_t row, column, whole;
+    OK(ncclGroupStart());
+    OK(ncclCommSplit(comm, rank / 2, rank, &row, NULL));
+    OK(ncclCommSplit(comm, rank % 2, rank, &column, NULL));
+    OK(ncclCommSplit(comm, 0, -rank, &whole, NULL));
+    OK(ncclGroupEnd());
+    int of_row = 0, of_column = 0, of_whole = 0, mine = -1, sum = 0;
+    OK(ncclCommCount(row, &of_row));
+    OK(ncclCommCount(column, &of_column));
+    OK(ncclCommCount(whole, &of_whole));
+    OK(ncclCommUserRank(whole, &mine));
+    MUST(of_row == (rank / 2 * 2 + 1 < ranks ? 2 : 1) && of_column == (ranks + 1 - rank % 2) / 2);
+    MUST(of_whole == ranks && mine == ranks - 1 - rank);
+    OK(ncclAllReduce(&rank, &sum, 1, ncclInt32, ncclSum, row, NULL));
+    MUST(sum == (of_row == 2 ? rank / 2 * 4 + 1 : rank));
+    OK(ncclCommDestroy(row));
+    OK(ncclCommDestroy(column));
+    OK(ncclCommDestroy(whole));
+  }
+}
+
+static void groups(void) {
+  ncclComm_t comm = join();
+  old_operator(comm);
+  refused_group(comm);
+  unequal_to_itself(comm);
+  splits_in_a_group(comm);
+  OK(ncclCommDestroy(comm));
+}
+
 static void errors(void) {
   int version = 0;
   OK(ncclGetVersion(&version));
@@ -614,7 +684,9 @@ enum { kPeers = 3, kMostElems = 300000 };
 static ncclComm_t peers[kPeers];
 static float *sent[kPeers], *got[kPeers];
 
-static float value_of(int peer, size_t at) { return (float)((peer + 1) * 1000 + at % 977); }
+static float value_of(int peer, size_t at) {
+  return (float)((peer + 1) * 1000 + at % 977);
+}
 
 static void fill_all(size_t elems) {
   for (int p = 0; p < kPeers; ++p)
@@ -630,8 +702,12 @@ static float sum_of_all(int p, size_t i, size_t elems) {
   (void)p, (void)elems;
   return value_of(0, i) + value_of(1, i) + value_of(2, i);
 }
-static float part_of_sum(int p, size_t i, size_t elems) { return sum_of_all(p, p * elems + i, elems); }
-static float gathered(int p, size_t i, size_t elems) { return (void)p, value_of((int)(i / elems), i % elems); }
+static float part_of_sum(int p, size_t i, size_t elems) {
+  return sum_of_all(p, p * elems + i, elems);
+}
+static float gathered(int p, size_t i, size_t elems) {
+  return (void)p, value_of((int)(i / elems), i % elems);
+}
 static float exchanged(int p, size_t i, size_t elems) {
   return value_of((int)(i / elems), p * elems + i % elems);
 }
@@ -658,10 +734,10 @@ static void in_one_process_large(void) {
   const size_t sizes[] = {4096, 65536, 65539, kMostElems, 20480};
   for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s) {
     const size_t n = sizes[s], all = n * kPeers;
-#define EACH(call)                                              \
-  fill_all(all);                                                \
-  OK(ncclGroupStart());                                         \
-  for (int p = 0; p < kPeers; ++p) OK(call);                    \
+#define EACH(call)                           \
+  fill_all(all);                             \
+  OK(ncclGroupStart());                      \
+  for (int p = 0; p < kPeers; ++p) OK(call); \
   OK(ncclGroupEnd())
     EACH(ncclAllReduce(sent[p], got[p], n, ncclFloat32, ncclSum, peers[p], NULL));
     must_have(sum_of_all, n, n);
@@ -708,6 +784,7 @@ int main(int count, char** arguments) {
                {"transfers", transfers},
                {"repeats", repeats},
                {"splits", splits},
+               {"groups", groups},
                {"errors", errors},
                {"lost", lost},
                {"differ", differ},

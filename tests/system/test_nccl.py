@@ -72,7 +72,7 @@ def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("test", ["operators", "transfers", "repeats", "splits"])
+@pytest.mark.parametrize("test", ["operators", "transfers", "repeats", "splits", "groups"])
 def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
     _pass(program, test, ranks, tmp_path)
 

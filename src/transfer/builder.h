@@ -75,7 +75,7 @@ class Builder {
     return {};
   }
 
-  // Adds a target; its pieces follow by add_piece() with the number that this returns.
+  // Adds a target; its pieces follow by add_piece() with the number that this returns, before the next target's.
   Result<uint32_t> add_target(std::shared_ptr<Remote> remote, Access wanted) {
     if (!remote) return Status::invalid("remote: got nothing, allowed: attached memory of a peer");
     WEFT_TRY(core_.check_own("remote", remote->peer()->maker_));
@@ -153,11 +153,15 @@ class Builder {
   }
 
   void place_imms() {
+    size_t next = 0;  // pieces are in the order of their targets
+    std::vector<Transfer::Piece*> pieces;
     for (uint32_t target = 0; target <= made_->more_.size(); ++target) {
-      std::vector<Transfer::Piece*> pieces;
-      if (made_->first_.target == target) pieces.push_back(&made_->first_);
-      for (Transfer::Piece& piece : made_->rest_)
-        if (piece.target == target) pieces.push_back(&piece);
+      pieces.clear();
+      for (; next < made_->pieces(); ++next) {
+        Transfer::Piece& piece = next == 0 ? made_->first_ : made_->rest_[next - 1];
+        if (piece.target != target) break;
+        pieces.push_back(&piece);
+      }
       const bool is_each = how_.notify == Notify::kEach;
       if (!core_.can_write_imm()) {
         made_->delivered_ = true;

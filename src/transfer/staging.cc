@@ -74,7 +74,10 @@ void Staging::start(Transfer& transfer) {
 // Cuts the pieces that go to `peer` into packs, target by target, and queues them.
 void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<Transfer>& shared) {
   Transfer& transfer = *shared;
+  size_t next = 0;  // pieces are in the order of their targets
   for (uint32_t target = 0; target <= transfer.more_.size(); ++target) {
+    const size_t first = next;
+    while (next < transfer.pieces() && transfer.piece(next).target == target) ++next;
     const Remote& remote = *transfer.remote(target);
     if (remote.peer_.get() != &peer) continue;
     std::vector<Pack> packs;
@@ -87,9 +90,8 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
       room = out.grant.slot_bytes - kPackHeadBytes;
     };
     open_pack();
-    for (size_t i = 0; i < transfer.pieces(); ++i) {
+    for (size_t i = first; i < next; ++i) {
       const Transfer::Piece& piece = transfer.piece(i);
-      if (piece.target != target) continue;
       for (uint64_t done = 0; done < piece.bytes || piece.bytes == 0;) {
         if (room <= kPackedPieceBytes || packs.back().head.pieces.size() == kPiecesPerPack) open_pack();
         Pack& pack = packs.back();

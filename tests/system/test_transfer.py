@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from weft.transfer import (
     Peer,
     Remote,
     Source,
+    Span,
     Target,
     TransferEngine,
     nics,
@@ -250,6 +252,24 @@ def test_a_burst_of_small_writes_is_awaited(pair: Pair) -> None:
     assert pair.dst[:16000] == pair.src[:16000]
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_scatter_to_very_many_targets_starves_no_heartbeat(provider: str) -> None:
+    """Planning it took a time that grew with the square of the targets; peers gave up on each other meanwhile."""
+    unusable = [nic.unusable_because for nic in nics(provider)]
+    if all(unusable):
+        pytest.skip(unusable[0])
+    count, limits = 65000, {"timeout_s": 4 * TIMEOUT_S, "peer_dead_s": 3.0}
+    with TransferEngine(provider, name="a", **limits) as a, TransferEngine(provider, name="b", **limits) as b:
+        b_at_a, a_at_b = a.connect(b.address), b.connect(a.address)
+        src, dst = bytearray(os.urandom(count)), bytearray(count)
+        remote = a.attach(b.register(dst, remote_write=True).descriptor)
+        targets = [Target(remote, 1, at, at) for at in range(count)]
+        a.scatter(a.register(src), targets, imm=5)
+        b.imm(a_at_b, 5).wait(count)
+        assert dst == src
+        assert (b_at_a.state, a_at_b.state) == ("connected", "connected")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -303,6 +323,20 @@ def test_a_burst_of_small_writes_is_awaited(pair: Pair) -> None:
         (lambda p: TransferEngine("loopback", "loop0"), "nics: got 'loop0', allowed: a sequence"),
         (lambda p: p.a.connect(p.a.address), "this engine's own"),
         (lambda p: p.a.attach(p.src_memory.descriptor), "memory of this engine"),
+        (lambda p: p.a.barrier([p.b_at_a, p.b_at_a], 1), "peers: got 'b' 2 times, allowed: every peer once"),
+        (lambda p: p.a.imm(p.b_at_a, 1).on_reach(1, None), "callback: got None"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 0).on_done(None), "callback: got None"),
+        (lambda p: p.a.register(Span(-8, 8)), "address: got -8"),
+        (lambda p: p.a.register(Span(4096, -8)), "bytes: got -8"),
+        (lambda p: p.a.register(Span(4096, 8, 0.5)), "device: got 0.5"),
+        (lambda p: p.a.watch(print, cpu="x"), "cpu: got 'x'"),
+        (
+            lambda p: p.a.write_pages(p.src_memory, Pages(1 << 62, 0), p.remote, Pages(1 << 62, 0), 8),
+            "indices: got 4611686018427387904, allowed: 0 to 4294967296",
+        ),
+        (lambda p: TransferEngine("loopback", [3]), r"nics: got \[3\], allowed: a sequence of names"),
+        (lambda p: TransferEngine("loopback", name=3), "name: got 3, allowed: text"),
+        (lambda p: TransferEngine("loopback", worker="yes"), "worker: got 'yes', allowed: True or False"),
     ],
 )
 def test_a_mistake_is_named_at_once(pair: Pair, call: Any, message: str) -> None:

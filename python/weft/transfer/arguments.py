@@ -11,6 +11,7 @@ from weft.runtime.tensors import index_of
 from weft.transfer.buffers import Pages, whole
 from weft.transfer.handles import (
     Memory,
+    Peer,
     Remote,
 )
 
@@ -66,3 +67,24 @@ def given_list(argument: str, given: Any, wanted: type[Any]) -> list[Any]:
     if not isinstance(given, Sequence) or not all(isinstance(one, wanted) for one in given):
         raise invalid(argument, quoted(given), f"a sequence of {wanted.__name__}")
     return list(given)
+
+
+def given_peers(argument: str, given: Any) -> list[Any]:
+    """Return what the extension knows peers by. Raises: weft.Error for what is no sequence of different peers."""
+    peers = given_list(argument, given, Peer)
+    for peer in peers:
+        if peers.count(peer) > 1:  # it would be waited for twice, and say that this engine had come twice
+            raise invalid(argument, f"{peer.name!r} {peers.count(peer)} times", "every peer once")
+    return [peer.core for peer in peers]
+
+
+def given_names(argument: str, given: Any) -> list[str]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(n, str) for n in given):
+        raise invalid(argument, quoted(given), "a sequence of names")
+    return list(given)
+
+
+def given_name(argument: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise invalid(argument, quoted(given), "text")
+    return given

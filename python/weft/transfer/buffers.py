@@ -49,7 +49,7 @@ class Pages:
         """
         offset, stride = whole("offset", self.offset), whole("stride", self.stride)
         if isinstance(self.indices, int):
-            return (offset, stride, [], whole("indices", self.indices))
+            return (offset, stride, [], whole("indices", self.indices, 1 << 32))
         try:
             indices = list(map(operator.index, self.indices))
         except TypeError:
@@ -79,7 +79,10 @@ def span_of(source: Any) -> Span:
     Raises: weft.Error naming what is wrong with it.
     """
     span = _span_of_any(source)
-    if span.bytes == 0:
+    whole("address", span.address)
+    if index_of(span.device) != HOST:
+        whole("device", span.device, 1 << 16)
+    if whole("bytes", span.bytes) == 0:
         raise invalid("source", "0 bytes", "1 or more")
     return span
 

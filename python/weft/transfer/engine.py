@@ -18,7 +18,10 @@ from weft.transfer.arguments import (
     given_flag,
     given_handle,
     given_list,
+    given_name,
+    given_names,
     given_pages,
+    given_peers,
     given_places,
     given_seconds,
     length_within,
@@ -103,8 +106,6 @@ class TransferEngine:
                 whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
                 raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
             nics = usable[:1]
-        if isinstance(nics, str):
-            raise invalid("nics", quoted(nics), "a sequence of names")
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
@@ -117,12 +118,12 @@ class TransferEngine:
             beat = min(beat, dead / 4)
         self.core = _core.transfer_open(
             core_provider,
-            list(nics),
-            name,
+            given_names("nics", nics),
+            given_name("name", name),
             self._timeout_s,
             beat,
             dead,
-            worker,
+            given_flag("worker", worker),
             -1 if worker_cpu is None else whole("worker_cpu", worker_cpu, 1 << 16),
             whole("shard_bytes_min", shard_bytes_min),
             None if secret is None else given_bytes("secret", secret),
@@ -398,8 +399,7 @@ class TransferEngine:
         Ids are 0 to 1048575 and have nothing to do with those of immediates.
         Raises: PeerLost naming the first peer that did not come in time.
         """
-        group = [peer.core for peer in given_list("peers", peers, Peer)]
-        self.core.barrier(group, whole("id", id, IMM_MAX), self.timeout(timeout_s))
+        self.core.barrier(given_peers("peers", peers), whole("id", id, IMM_MAX), self.timeout(timeout_s))
 
     def counter(self) -> Counter:
         """Return a new counter of finished transfers."""
@@ -414,7 +414,8 @@ class TransferEngine:
         if not callable(callback):
             raise invalid("callback", quoted(callback), "something to call")
         if self._watcher is None:
-            self._watcher = _core.TransferWatcher(self._device, cpu)
+            pinned_to = -1 if index_of(cpu) == -1 else whole("cpu", cpu, 1 << 16)
+            self._watcher = _core.TransferWatcher(self._device, pinned_to)
         return Watch(self._watcher, self._watcher.watch(callback))
 
     # ---- the rest

@@ -23,8 +23,10 @@ def _to_error(outcome: tuple[str, str] | None) -> Error | None:
 
 
 def for_core(callback: Completion | None) -> Callable[[tuple[str, str] | None], None] | None:
-    if callback is None:
-        return None
+    return None if callback is None else _told(callback)
+
+
+def _told(callback: Completion) -> Callable[[tuple[str, str] | None], None]:
     if not callable(callback):
         raise invalid("callback", quoted(callback), "something to call")
     return lambda outcome: callback(_to_error(outcome))
@@ -230,7 +232,7 @@ class ImmCounter:
 
     def on_reach(self, at_least: int, callback: Completion) -> None:
         """Call ``callback(None)`` once the value is that or more, ``callback(error)`` if the peer is lost."""
-        self.engine.core.on_imm(self.core, whole("at_least", at_least), for_core(callback))
+        self.engine.core.on_imm(self.core, whole("at_least", at_least), _told(callback))
 
     def reach(self, at_least: int) -> asyncio.Future[None]:
         """Return an asyncio future for the same: ``await counter.reach(3)``."""
@@ -286,7 +288,7 @@ class Transfer:
 
     def on_done(self, callback: Completion) -> None:
         """Call ``callback(None)`` or ``callback(error)`` at its end, on the engine's callback thread."""
-        self.engine.core.on_done(self.core, for_core(callback))
+        self.engine.core.on_done(self.core, _told(callback))
 
     # Cancelling the task that awaits does not cancel the transfer: the network may hold its memory.
     def __await__(self) -> Generator[Any, None, Transfer]:

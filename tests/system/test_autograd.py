@@ -175,14 +175,21 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
 def _routes_written_again(me: Rank) -> None:
     experts = EXPERTS_PER_RANK * me.size
     a2a = P2PAllToAll(
-        me.group, max_num_tokens=8, num_experts=experts, hidden_dim=HIDDEN, num_experts_per_token=TOP_K, device="cpu"
+        me.group,
+        max_num_tokens=8,
+        num_experts=experts,
+        hidden_dim=HIDDEN,
+        num_experts_per_token=TOP_K,
+        device="cpu",
     )
     x, topk_idx, weights = inputs_of(me.rank, 8, experts)
     x.requires_grad_()
     weights.requires_grad_()
     rows = autograd.p2p_dispatch_recv(autograd.p2p_dispatch_send(a2a, x, topk_idx, weights))
     out = autograd.p2p_combine_recv(
-        autograd.p2p_combine_send((rows.x * rows.weights.unsqueeze(-1).view(*rows.x.shape[:-1], 1)).bfloat16(), rows)
+        autograd.p2p_combine_send(
+            (rows.x * rows.weights.unsqueeze(-1).view(*rows.x.shape[:-1], 1)).bfloat16(), rows
+        )
     )
     wanted = ((topk_idx >= 0) * x.detach().float().sum(1, keepdim=True)).clone()
     topk_idx.fill_(0)

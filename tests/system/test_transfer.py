@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from weft.errors import Error, PeerLost
+from weft.testing.ranks import Rank, run_ranks
 from weft.transfer import (
     LoopbackNetwork,
     Memory,
@@ -268,6 +270,32 @@ def test_a_scatter_to_very_many_targets_starves_no_heartbeat(provider: str) -> N
         b.imm(a_at_b, 5).wait(count)
         assert dst == src
         assert (b_at_a.state, a_at_b.state) == ("connected", "connected")
+
+
+def _peer_dies_in_a_burst(rank: Rank, provider: str) -> None:
+    """Rank 1 dies as the first of very many small writes have come."""
+    with TransferEngine(provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, peer_dead_s=5.0) as engine:
+        memory = engine.register(bytearray(64), remote_write=True)
+        known: list[Any] = [None, None]
+        dist.all_gather_object(known, (engine.address, memory.descriptor), group=rank.group)
+        address, descriptor = known[1 - rank.rank]
+        peer = engine.connect(address)
+        remote = engine.attach(descriptor)
+        dist.barrier(rank.group)
+        if rank.rank == 1:
+            engine.imm(peer, 3).wait(1)
+            os._exit(1)
+        burst = engine.scatter(memory, [Target(remote, 1) for _ in range(65000)], imm=3)
+        with pytest.raises(Error, match="peer 'rank 1' is lost"):
+            burst.wait()
+        assert not peer.is_alive
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+def test_a_peer_that_dies_in_a_burst_of_small_writes_is_lost(provider: str) -> None:
+    if unusable := nics(provider)[0].unusable_because:
+        pytest.skip(unusable)
+    run_ranks(2, _peer_dies_in_a_burst, provider, with_gpus=False, lost=[1])
 
 
 @pytest.mark.parametrize(

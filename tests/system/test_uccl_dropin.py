@@ -441,9 +441,17 @@ def _some_rank_has_no_token(rank: Rank, with_ids: bool) -> None:
     prefix = torch.empty(rank.size, rank.size, dtype=torch.int32)
     order, config = (None, False, False, 0), Config()
     runtime.get_dispatch_layout(
-        ids.data_ptr(), tokens, TOP_K, EXPERTS, per_rank.data_ptr(), 0, per_expert.data_ptr(), in_rank.data_ptr(), *order
+        *(ids.data_ptr(), tokens, TOP_K, EXPERTS),
+        *(per_rank.data_ptr(), 0, per_expert.data_ptr(), in_rank.data_ptr(), *order),
     )
-    routes = (per_rank.data_ptr(), in_rank.data_ptr(), per_expert.data_ptr(), tokens, EXPERTS, prefix.data_ptr())
+    routes = (
+        per_rank.data_ptr(),
+        in_rank.data_ptr(),
+        per_expert.data_ptr(),
+        tokens,
+        EXPERTS,
+        prefix.data_ptr(),
+    )
     num_rows, _, _ = runtime.intranode_prepare(*routes, 0, 1, 0, config, *order)
     sent, local = _routes(1), EXPERTS // rank.size
     chosen = (sent[1] // local == rank.rank).any(1)
@@ -477,5 +485,7 @@ def test_a_rank_without_tokens_calls_what_the_others_call(with_ids: bool) -> Non
 def test_null_is_no_tensor() -> None:
     memory = Memory(torch.device("cpu"))
     assert memory.at(0, torch.int32, 0, 3).shape == (0, 3)
-    with pytest.raises(Error, match=r"address: got null, allowed: that of a torch.int32 tensor of shape \[2, 3\]"):
+    with pytest.raises(
+        Error, match=r"address: got null, allowed: that of a torch.int32 tensor of shape \[2, 3\]"
+    ):
         memory.at(0, torch.int32, 2, 3)

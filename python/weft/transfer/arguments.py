@@ -79,7 +79,11 @@ def given_peers(argument: str, given: Any) -> list[Any]:
 
 
 def given_names(argument: str, given: Any) -> list[str]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(n, str) for n in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(n, str) for n in given)
+    ):
         raise invalid(argument, quoted(given), "a sequence of names")
     return list(given)
 

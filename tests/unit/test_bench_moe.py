@@ -11,6 +11,7 @@ from weft.bench.moe import check, floors, kernel_time
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.straggler import straggler_lines
 from weft.bench.moe.trace import TracedCall
+from weft.bench.report import Row
 from weft.errors import Error
 from weft.moe.trace import Span
 from weft.testing import oracle
@@ -66,6 +67,31 @@ def test_kernels_in_a_row_are_told_apart_by_their_blocks() -> None:
     blocks = [Span("dispatch", begin, end, None, 0, 0) for begin, end in ends]
     assert kernel_time.launches_of(blocks) == [(0, 20), (20, 25), (30, 50)]
     assert kernel_time.launches_of([]) == []
+
+
+def test_what_a_profiler_saw_of_a_call_lies_between_its_marks() -> None:
+    mark = "at::cuda::spin_kernel(long)"
+    ran = [
+        ("all_reduce", 0.0, 9.0),
+        (mark, 10.0, 11.0),
+        ("dispatch", 14.0, 30.0),
+        ("Memset", 12.0, 13.0),
+        ("copy", 15.0, 32.5),
+        (mark, 33.0, 34.0),
+        ("all_reduce", 35.0, 36.0),
+        (mark, 40.0, 41.0),
+        ("combine", 42.0, 50.0),
+        (mark, 51.0, 52.0),
+    ]
+    assert kernel_time.spans_between_marks(ran[::-1]) == [(12.0, 32.5), (42.0, 50.0)]
+
+
+def test_times_of_other_libraries_get_a_column() -> None:
+    row = Row("ll_dispatch", "fp8", 128, 1, [30.0])
+    kernel_time.add_kernel_times(
+        [row], {"ll_dispatch": [12.0]}, {"deep_ep": {"ll_dispatch": [40.0, 20.0, 30.0]}}
+    )
+    assert row.extra == {"kernel_us": 12.0, "deep_ep_kernel_us": 30.0}
 
 
 def a_dispatch() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[object]]:

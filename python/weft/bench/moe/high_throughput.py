@@ -71,9 +71,12 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     sent.add_network(rows)
     _add_times(bench, rows, times)
     traces = bench.traces(calls["weft"].buffer, take)
+    profiled = {
+        name: kernel_time.profiled_times(bench, sent.calls_by_row(name)) for name in calls if name != "weft"
+    }
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, payload, traffic))
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, payload, traffic), profiled)
     notes = [*method_notes(bench, deep_ep is not None), _ways_of_dispatch(rows[1])]
     return Measured(rows, notes, traces)
 
@@ -152,23 +155,23 @@ class _Samples:
                 self._take_eager(name, of_peer, self.bench.sample)
         self._take_baselines()
 
-    def calls_by_row(self) -> dict[str, Callable[[], Any]]:
-        """Return Weft's dispatch, its combine and a cached dispatch, to be called in turns."""
-        if "weft" in self.replays:
-            _, dispatch, combine, cached, _ = self.replays["weft"]
+    def calls_by_row(self, name: str = "weft") -> dict[str, Callable[[], Any]]:
+        """Return a peer's dispatch, its combine and a cached dispatch, to be called in turns."""
+        if name in self.replays:
+            _, dispatch, combine, cached, _ = self.replays[name]
             return {"ht_dispatch": dispatch, "ht_combine": combine, "cached": cached}
-        of_weft = self.calls["weft"]
+        of_peer = self.calls[name]
         results: list[Any] = []
-        layout = of_weft.layout(self.topk_idx)
+        layout = of_peer.layout(self.topk_idx)
 
         def dispatch_now() -> None:
-            results[:] = [of_weft.dispatch(self.payload, self.topk_idx, self.weights, layout)]
+            results[:] = [of_peer.dispatch(self.payload, self.topk_idx, self.weights, layout)]
 
         def combine_now() -> None:
-            of_weft.combine(self.y[: count_rows(results[0][0])], results[0][4])
+            of_peer.combine(self.y[: count_rows(results[0][0])], results[0][4])
 
         def cached_now() -> None:
-            of_weft.dispatch_cached(self.payload, results[0][4])
+            of_peer.dispatch_cached(self.payload, results[0][4])
 
         return {"ht_dispatch": dispatch_now, "ht_combine": combine_now, "cached": cached_now}
 

@@ -6,6 +6,8 @@ to note when each block began and ended, and nothing else; the buffer that is ti
 has none of that. A call's time is that from the first block's start to the last one's end, on each rank by its own
 clock; the slowest rank counts. Of calls in a row each kernel is found by itself: no block of one starts before all of
 the one before have ended.
+
+The kernels of other libraries take no stamps. torch's profiler says when they began and ended (``profiled_times``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from weft.bench.report import Row, slowest_rank
 SAMPLES = 20
 _SPANS = "100000"
 _NAME = "WEFT_TRACE_SPANS"
+_MARK = "spin_kernel"  # what torch.cuda._sleep() launches
 Call = Callable[[], Any]
 
 
@@ -92,6 +95,46 @@ def kernels_in_a_row(bench: Bench, buffer: Any, call: Call, names: tuple[str, ..
     return _slowest(bench, mine)
 
 
+def profiled_times(bench: Bench, calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Return each call's samples in microseconds, of the slowest rank, by torch's profiler. Collective.
+
+    From the start of the first kernel, copy or memset that a call brings to its GPU, to the end of the last one.
+    {} where the profiler lost some.
+    """
+    for call in calls.values():
+        call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(SAMPLES):
+            for call in calls.values():
+                bench.line_up()
+                torch.cuda._sleep(1)
+                call()
+                torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    ran = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+    spans = spans_between_marks(ran)
+    names = list(calls)
+    mine = {name: [end - begin for begin, end in spans[at :: len(names)]] for at, name in enumerate(names)}
+    return _slowest(bench, mine if len(spans) == SAMPLES * len(names) else {})
+
+
+def spans_between_marks(ran: list[tuple[str, float, float]]) -> list[tuple[float, float]]:
+    """Return when what ran between the marks of each pair began and ended, given names, starts and ends."""
+    found: list[tuple[float, float]] = []
+    marks = 0
+    inside: list[tuple[float, float]] = []
+    for name, begin, end in sorted(ran, key=lambda one: one[1]):
+        if _MARK in name:
+            marks += 1
+            if inside:
+                found.append((inside[0][0], max(end for _, end in inside)))
+            inside = []
+        elif marks % 2:
+            inside.append((begin, end))
+    return found
+
+
 def launches_of(spans: list[Any]) -> list[tuple[int, int]]:
     """Return when each kernel began and ended, given spans of their blocks, in order."""
     found: list[tuple[int, int]] = []
@@ -103,9 +146,17 @@ def launches_of(spans: list[Any]) -> list[tuple[int, int]]:
     return found
 
 
-def add_kernel_times(rows: list[Row], times: dict[str, list[float]]) -> None:
-    """Add ``kernel_us`` to the row of each call, by the names of rows; and of a call in a row ``kernel_warm_us``."""
+def add_kernel_times(
+    rows: list[Row], times: dict[str, list[float]], profiled: dict[str, dict[str, list[float]]]
+) -> None:
+    """Add ``kernel_us`` to the row of each call, by the names of rows; and of a call in a row ``kernel_warm_us``.
+
+    ``profiled``: what other libraries took, by their names: ``deep_ep_kernel_us``.
+    """
     for row in rows:
+        for library, theirs in profiled.items():
+            if theirs.get(row.call):
+                row.extra[f"{library}_kernel_us"] = round(statistics.median(theirs[row.call]), 3)
         for column, name in (("kernel_us", row.call), ("kernel_warm_us", f"{row.call} in a row")):
             if times.get(name):
                 row.extra[column] = round(statistics.median(times[name]), 3)
@@ -120,4 +171,5 @@ def _us(begin_ns: int, end_ns: int) -> float:
 def _slowest(bench: Bench, mine: dict[str, list[float]]) -> dict[str, list[float]]:
     of_ranks: list[Any] = [None] * bench.me.size
     torch.distributed.all_gather_object(of_ranks, mine, group=bench.me.group)
-    return {name: slowest_rank([of_rank[name] for of_rank in of_ranks]) for name in mine}
+    names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]
+    return {name: slowest_rank([of_rank[name] for of_rank in of_ranks]) for name in names}

@@ -63,9 +63,12 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     if "weft round_trip" in us:
         rows.append(round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
+    profiled = {
+        name: kernel_time.profiled_times(bench, sent.calls_by_row(name)) for name in calls if name != "weft"
+    }
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, traffic))
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, traffic), profiled)
     return Measured(rows, method_notes(bench, deep_ep is not None), traces)
 
 
@@ -203,17 +206,17 @@ class Samples:
             for name, of_peer in self.calls.items():
                 self._pair(name, of_peer, lambda _, call: call())
 
-    def calls_by_row(self) -> dict[str, Callable[[], Any]]:
-        """Return Weft's dispatch and its combine, to be called in turns, by the names of their rows."""
-        if "weft" in self.replays:
-            return dict(zip(("ll_dispatch", "ll_combine"), self.replays["weft"], strict=True))
+    def calls_by_row(self, name: str = "weft") -> dict[str, Callable[[], Any]]:
+        """Return a peer's dispatch and its combine, to be called in turns, by the names of their rows."""
+        if name in self.replays:
+            return dict(zip(("ll_dispatch", "ll_combine"), self.replays[name], strict=True))
         handles: list[Any] = []
 
         def dispatch() -> None:
-            handles[:] = [self.calls["weft"].dispatch(self.x, self.topk_idx)[2]]
+            handles[:] = [self.calls[name].dispatch(self.x, self.topk_idx)[2]]
 
         def combine() -> None:
-            self.calls["weft"].combine(self.y["weft"], self.topk_idx, self.weights, handles[0])
+            self.calls[name].combine(self.y[name], self.topk_idx, self.weights, handles[0])
 
         return {"ll_dispatch": dispatch, "ll_combine": combine}
 

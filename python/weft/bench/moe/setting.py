@@ -320,7 +320,8 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
     )
     lines.append(
         "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of its "
-        "own; kernel warm us: the same of calls in a row"
+        "own; kernel warm us: the same of calls in a row; deep ep kernel us: from the first kernel's start to the last "
+        "one's end by torch's profiler"
     )
     if bench.options.ranks_per_node:
         lines += _node_notes(bench)

@@ -254,8 +254,11 @@ void ncclComm::note(const Status& status) {
 
 Result<ncclRedOp_t> ncclComm::add_op(const weft::nccl::PreMulSum& op) {
   std::lock_guard lock(mutex_);
-  ops_.push_back(op);
-  return static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(ops_.size()) - 1);
+  // PyTorch makes one for each call, and lets it go: its number is free again.
+  auto place = std::ranges::find_if(ops_, [](const auto& known) { return !known.is_alive; });
+  if (place == ops_.end()) place = ops_.insert(place, op);
+  *place = op;
+  return static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(place - ops_.begin()));
 }
 
 weft::nccl::PreMulSum* ncclComm::find_op(ncclRedOp_t op) {

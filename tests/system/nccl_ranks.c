@@ -275,6 +275,15 @@ static void operators(void) {
   OK(ncclRedOpDestroy(op, comm));
   MUST(ncclAllReduce(in, out, 5, ncclFloat32, op, comm, NULL) == ncclInvalidArgument);
   MUST(ncclRedOpDestroy(op, comm) == ncclInvalidArgument);
+  for (int turn = 1; turn < 4; ++turn) { /* numbers are used again, scalars are not */
+    const ncclRedOp_t before = op;
+    third = (float)turn;
+    OK(ncclRedOpCreatePreMulSum(&op, &third, ncclFloat32, ncclScalarHostImmediate, comm));
+    MUST(op == before);
+    OK(ncclAllReduce(in, out, 5, ncclFloat32, op, comm, NULL));
+    for (int i = 0; i < 5; ++i) MUST(out[i] == turn * (4 * (float)(ranks * (ranks - 1) / 2) + 8 * i * ranks));
+    OK(ncclRedOpDestroy(op, comm));
+  }
   OK(ncclCommDestroy(comm));
 }
 

@@ -64,6 +64,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     b.close()
 
 
+def test_a_deadline_may_be_beyond_all_numbers(pair: Pair) -> None:
+    pair.a.write(pair.src_memory, pair.remote, 8, timeout_s=10**400).wait(10**400)
+
+
 def test_a_write_arrives_before_its_immediate(pair: Pair) -> None:
     pair.a.write(pair.src_memory, pair.remote, 1000, src_offset=24, dst_offset=8, imm=7)
     pair.b.imm(pair.a_at_b, 7).wait(1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,12 @@ def given_seconds(argument: str, given: float | None) -> float | None:
         return None
     if not isinstance(given, int | float) or not given > 0:
         raise invalid(argument, quoted(given), "seconds above 0")
-    return float(given)
+    return as_float(given)
+
+
+def as_float(seconds: float) -> float:
+    """Return seconds as the core takes them; integers can be beyond all floats."""
+    return float(min(seconds, sys.float_info.max))
 
 
 def given_pages(argument: str, given: Any) -> tuple[int, int, list[int], int]:

@@ -14,6 +14,7 @@ from weft.errors import invalid, quoted
 from weft.runtime.tensors import index_of
 from weft.runtime.watching import engine_made
 from weft.transfer.arguments import (
+    as_float,
     given_bytes,
     given_flag,
     given_handle,
@@ -137,7 +138,7 @@ class TransferEngine:
             return self._timeout_s
         if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
             raise invalid("timeout_s", quoted(timeout_s), "seconds, 0 or more")
-        return float(timeout_s)
+        return as_float(timeout_s)
 
     @property
     def name(self) -> str:

@@ -142,19 +142,18 @@ class _Dispatch(torch.autograd.Function):
             topk_weights=topk_weights,
         )
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.save_for_backward(recv_idx)
+        ctx.is_elsewhere = recv_idx < 0  # of its own: who gets recv_idx may write to it
         ctx.mark_non_differentiable(recv_idx)
         return recv_x, recv_idx, recv_weights, counts, handle
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, _: Any, grad_weights: torch.Tensor, *__: Any) -> Any:
-        (recv_idx,) = ctx.saved_tensors
         x, weights, _event = ctx.buffer.combine(
             contiguous("grad_x", grad_x),
             ctx.handle,
             # The 0 of a slot whose expert is elsewhere is no weight: the sum must not count its gradient.
-            topk_weights=contiguous("grad_weights", grad_weights).float().masked_fill(recv_idx < 0, 0),
+            topk_weights=contiguous("grad_weights", grad_weights).float().masked_fill(ctx.is_elsewhere, 0),
         )
         return x, weights, None, None, None
 

@@ -208,13 +208,13 @@ def _(
 def _keep_routes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.key = inputs[6]
     ctx.mark_non_differentiable(output[1], *output[3:])
-    ctx.save_for_backward(output[1], *output[4:])
+    ctx.save_for_backward(output[1] < 0, *output[4:])  # of its own: who gets the ids may write to them
 
 
 def _dispatch_backward(ctx: Any, grad_x: Tensor, _idx: Any, grad_weights: Tensor, *_: Any) -> Any:
-    recv_idx, *handle = ctx.saved_tensors
+    is_elsewhere, *handle = ctx.saved_tensors
     # The 0 of a slot whose expert is elsewhere is no weight: the sum must not count its gradient.
-    grad_weights = grad_weights.masked_fill(recv_idx < 0, 0)
+    grad_weights = grad_weights.masked_fill(is_elsewhere, 0)
     x, weights = torch.ops.weft.combine_with_weights(grad_x, grad_weights, handle, ctx.key)
     return x, None, weights, None, None, None, None
 

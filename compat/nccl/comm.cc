@@ -256,8 +256,10 @@ Result<ncclRedOp_t> ncclComm::add_op(const weft::nccl::PreMulSum& op) {
   std::lock_guard lock(mutex_);
   // PyTorch makes one for each call, and lets it go: its number is free again.
   auto place = std::ranges::find_if(ops_, [](const auto& known) { return !known.is_alive; });
-  if (place == ops_.end()) place = ops_.insert(place, op);
-  *place = op;
+  if (place == ops_.end())
+    place = ops_.insert(place, op);
+  else
+    *place = op;
   return static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(place - ops_.begin()));
 }
 

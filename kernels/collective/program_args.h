@@ -16,8 +16,8 @@
 // message, so ranks need not agree on it.
 // Ports. What goes to a peer that this rank does not map is built in the outbox, a part of this rank's window,
 // and put into the slot as one range, its header's first word and its counter after it. Such messages are
-// Simple. Where a call has lent its buffers to the link (on the host, large calls), a message that may be referred to
-// is put from where it lies, and one that may be stored goes to its destination, which a grant names.
+// Simple. Large calls of the host lend their buffers to the link. Then a message that may be referred to is put from
+// where it lies. One that may be stored goes to its destination, which a grant names.
 // Calls. Every message carries a salt beside its number: a digest of the call (what, element type, operation,
 // count, root, algorithm) and of how many calls came before. A receiver takes a message only if the salt is
 // its own, so calls that do not belong together never exchange data, whatever numbers their messages have. An

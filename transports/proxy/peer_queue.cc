@@ -215,7 +215,7 @@ bool PeerQueue::post_get(Queued& get) {
     end(posted.status());
     return false;
   }
-  gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false, 0, nullptr});
+  gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false});
   ++gets_posted_;
   note_posted(get, piece->bytes);
   return true;
@@ -283,7 +283,7 @@ bool PeerQueue::post_nothing(Queued& put) {
   transfer::How how;
   how.imm = kDataImm + static_cast<uint32_t>(next_out_ % kRing);
   how.timeout_s = traffic_.timeout_s;
-  const InFlight noted{nullptr, 0, tally_now_ns(), false, false, *how.imm, nullptr};
+  const InFlight noted{nullptr, 0, tally_now_ns(), false, false, *how.imm};
   if (!note_in_flight(traffic_.engine.notify(peer_, std::move(how)), noted)) return false;
   note_posted(put, bytes_of(put.command) - put.done);
   return true;

@@ -94,8 +94,8 @@ class PeerQueue {
     uint64_t since_ns;
     bool is_put;   // a write of data
     bool has_put;  // ... or a record with a small put
-    uint32_t imm;
-    std::shared_ptr<transfer::Remote> loan;  // of the peer, to which it goes; else null
+    uint32_t imm = 0;
+    std::shared_ptr<transfer::Remote> loan = nullptr;  // of the peer, to which it goes; else null
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to

@@ -71,12 +71,10 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     sent.add_network(rows)
     _add_times(bench, rows, times)
     traces = bench.traces(calls["weft"].buffer, take)
-    profiled = {
-        name: kernel_time.profiled_times(bench, sent.calls_by_row(name)) for name in calls if name != "weft"
-    }
+    others = kernel_time.times_of_others(bench, calls, sent.calls_by_row)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, payload, traffic), profiled)
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, payload, traffic), others)
     notes = [*method_notes(bench, deep_ep is not None), _ways_of_dispatch(rows[1])]
     return Measured(rows, notes, traces)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,13 @@ def kernels_in_a_row(bench: Bench, buffer: Any, call: Call, names: tuple[str, ..
     return _slowest(bench, mine)
 
 
+def times_of_others(
+    bench: Bench, names: Iterable[str], calls_by_row: Callable[[str], dict[str, Call]]
+) -> dict[str, dict[str, list[float]]]:
+    """Return profiled_times() of each buffer that is not Weft's, by its name. Collective."""
+    return {name: profiled_times(bench, calls_by_row(name)) for name in names if name != "weft"}
+
+
 def profiled_times(bench: Bench, calls: dict[str, Call]) -> dict[str, list[float]]:
     """Return each call's samples in microseconds, of the slowest rank, by torch's profiler. Collective.
 
@@ -147,14 +154,14 @@ def launches_of(spans: list[Any]) -> list[tuple[int, int]]:
 
 
 def add_kernel_times(
-    rows: list[Row], times: dict[str, list[float]], profiled: dict[str, dict[str, list[float]]]
+    rows: list[Row], times: dict[str, list[float]], others: dict[str, dict[str, list[float]]]
 ) -> None:
     """Add ``kernel_us`` to the row of each call, by the names of rows; and of a call in a row ``kernel_warm_us``.
 
-    ``profiled``: what other libraries took, by their names: ``deep_ep_kernel_us``.
+    ``others``: what other libraries took, by their names: ``deep_ep_kernel_us``.
     """
     for row in rows:
-        for library, theirs in profiled.items():
+        for library, theirs in others.items():
             if theirs.get(row.call):
                 row.extra[f"{library}_kernel_us"] = round(statistics.median(theirs[row.call]), 3)
         for column, name in (("kernel_us", row.call), ("kernel_warm_us", f"{row.call} in a row")):

@@ -63,12 +63,10 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     if "weft round_trip" in us:
         rows.append(round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
-    profiled = {
-        name: kernel_time.profiled_times(bench, sent.calls_by_row(name)) for name in calls if name != "weft"
-    }
+    others = kernel_time.times_of_others(bench, calls, sent.calls_by_row)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, traffic), profiled)
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, traffic), others)
     return Measured(rows, method_notes(bench, deep_ep is not None), traces)
 
 

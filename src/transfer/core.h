@@ -251,6 +251,7 @@ class Core {
   Status route_to(Peer& peer);
   void send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer = nullptr,
                     uint32_t rail = kAnyRail);
+  void drop_waiting(const Peer& peer, MessageType type, uint32_t rail);
   void send_handshake(Peer& peer, MessageType type);
   void flush_messages();
   bool post_message(OutMessage& message, uint32_t number);

@@ -27,11 +27,24 @@ bool is_ordered(MessageType type) {
 void Core::send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer,
                         uint32_t rail) {
   MessageHead head{type, id, peer.life_, 0, 0};
-  if (is_ordered(type)) head.sequence = peer.next_out_++;
+  if (is_ordered(type))
+    head.sequence = peer.next_out_++;
+  else
+    drop_waiting(peer, type, rail);
   if (transfer) ++transfer->in_flight_;
   out_messages_.push_back({&peer, to_bytes(head, body), transfer, rail});
   peer.sent_to_ = last_tick_;
   flush_messages();
+}
+
+// A heartbeat or a handshake that still waits for room says no more than the next one does. Without this, those to
+// silent peers would pile up and take the room that comes.
+void Core::drop_waiting(const Peer& peer, MessageType type, uint32_t rail) {
+  const auto is_same = [&](const OutMessage& waiting) {
+    return waiting.peer == &peer && waiting.rail == rail && parse_head(waiting.bytes)->type == type;
+  };
+  out_messages_.erase(std::remove_if(out_messages_.begin(), out_messages_.end(), is_same),
+                      out_messages_.end());
 }
 
 void Core::flush_messages() {

@@ -166,13 +166,15 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
   }
   auto next_hello = Clock::now();
   auto pause = std::chrono::duration_cast<Clock::duration>(kHelloEvery);
+  // Who calls does not fall silent for as long as the dead do: the answer may have to wait for room there.
+  const Clock::duration pause_max = to_duration(std::min(2.0, options.peer_dead_s / 2));
   const bool is_settled = wait(until, [&] {
     if (peer->state() != PeerState::kConnecting || is_closed()) return true;
     if (const auto now = Clock::now(); now >= next_hello) {
       HoldToken hold(token);
       if (peer->state() == PeerState::kConnecting) send_handshake(*peer, MessageType::kHello);
       next_hello = now + pause;
-      pause = std::min(pause * 2, to_duration(2.0));
+      pause = std::min(pause * 2, pause_max);
     }
     return false;
   });

@@ -156,7 +156,7 @@ def test_layouts_are_those_of_the_abi(program: Path, tmp_path: Path) -> None:
 
 def test_the_report_counts_what_was_served(program: Path, tmp_path: Path) -> None:
     report = _pass(program, "operators", 2, tmp_path, WEFT_NCCL_REPORT="1")
-    assert "ncclAllReduce 2 + 0; ncclReduce 1 + 0;" in report
+    assert "ncclAllReduce 5 + 0; ncclReduce 1 + 0;" in report
 
 
 def test_a_bad_program_book_is_named_and_left_out(program: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +31,36 @@ def environment() -> dict[str, str]:
 def run_program(
     command: list[str], folder: Path, timeout_s: float = 240, more: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in ``folder``, with ``more`` in its environment, and return what it printed."""
-    return subprocess.run(
+    """Run ``command`` in ``folder``, with ``more`` in its environment, and return what it printed.
+
+    Raises: AssertionError if it does not end in time, with what it printed and where each of its processes was.
+    """
+    with subprocess.Popen(
         command,
         cwd=folder,
-        env=environment() | (more or {}),
-        capture_output=True,
+        env=environment() | {"PYTHONFAULTHANDLER": "1"} | (more or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-    )
+    ) as program:
+        try:
+            out, err = program.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # The youngest first: a launcher that sees its ranks end, ends them all.
+            for pid in sorted([program.pid, *_descendants(program.pid)], reverse=True):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+            out, err = program.communicate(timeout=30)
+            raise AssertionError(f"{command} did not end in {timeout_s:.0f} s\n{out}\n{err}") from None
+        except BaseException:
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:  # it has ended
+        return []
+    return [each for child in map(int, children) for each in (child, *_descendants(child))]

@@ -167,6 +167,44 @@ def test_barriers_say_who_stayed_away() -> None:
     assert words[2].startswith("Rank 2 successfully reached monitoredBarrier, but received errors")
 
 
+def _wrong_lists(rank: Rank) -> None:
+    """Each call is refused before anything moves, so that a rank may make it alone."""
+    _join(rank)
+    n, whole = rank.size, torch.zeros(2)
+    short = [whole] * (n - 1)
+    uneven = [torch.zeros(1), torch.zeros(3), whole]  # as many elements as n of whole
+    few, first = (
+        "got 2 tensors, allowed: 3, one for each rank",
+        r"\[0\]: got torch.float32\[1\], allowed: .* 2 ",
+    )
+    with pytest.raises(RuntimeError, match=f"outputs: {few}"):
+        dist.all_gather(short, whole)
+    with pytest.raises(RuntimeError, match=f"outputs{first}"):
+        dist.all_gather(uneven, whole)
+    with pytest.raises(RuntimeError, match=f"inputs: {few}"):
+        dist.reduce_scatter(whole, short)
+    with pytest.raises(RuntimeError, match=f"inputs{first}"):
+        dist.reduce_scatter(whole, uneven)
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError, match=f"inputs: {few}"):
+            dist.scatter(whole, short, 0)
+        with pytest.raises(RuntimeError, match=f"inputs{first}"):
+            dist.scatter(whole, uneven, 0)
+        with pytest.raises(RuntimeError, match=f"outputs: {few}"):
+            dist.gather(whole, short, 0)
+        with pytest.raises(RuntimeError, match=f"outputs{first}"):
+            dist.gather(whole, uneven, 0)
+    with pytest.raises(RuntimeError, match="op: got BAND, allowed: SUM, PRODUCT, MIN, MAX or AVG"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.BAND)
+    dist.scatter(whole, [torch.full((2,), float(q)) for q in range(n)] if rank.rank == 0 else None, 0)
+    assert (whole == rank.rank).all()
+    dist.destroy_process_group()
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    run_ranks(RANKS, _wrong_lists, with_group=False)
+
+
 def _any_source(rank: Rank) -> None:
     _join(rank)
     if rank.rank == 0:

@@ -32,7 +32,7 @@ from weft.collectives.calls import Collectives
 from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
 from weft.collectives.peer_threads import PeerThreads
-from weft.collectives.torch_tensors import add_up, in_place, into, real_of
+from weft.collectives.torch_tensors import add_up, check_parts, in_place, into, real_of
 from weft.collectives.torch_work import (
     Event,
     Pending,
@@ -67,7 +67,12 @@ def _op(options: Any, tensor: torch.Tensor) -> str:
             if tensor.is_complex() and name not in ("sum", "average"):  # of each part by itself
                 raise invalid("op", name, f"SUM or AVG of {tensor.dtype}")
             return name
-    raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
+    raise invalid("op", _name_of(given), "SUM, PRODUCT, MIN, MAX or AVG")
+
+
+def _name_of(op: Any) -> str:
+    """Return what torch calls a reduction that has no word here, such as BAND."""
+    return str(op.op if isinstance(op, dist.ReduceOp) else op).rpartition(".")[2]
 
 
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
@@ -201,6 +206,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for parts, tensor in zip(outputs, inputs, strict=True):
+            check_parts("outputs", parts, self._size, tensor)
             given = real_of(tensor).contiguous()
             gathered = self._of(given).all_gather(given.view(-1))
             for part, row in zip(parts, gathered, strict=True):
@@ -263,6 +269,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
+            check_parts("inputs", parts, self._size, output)
             given = torch.stack([real_of(part).contiguous() for part in parts])
             self._scatter_sums(output, given, opts)
         return list(outputs)
@@ -317,6 +324,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Any:
+        if self._rank == opts.rootRank:
+            check_parts("outputs", outputs[0], self._size, inputs[0])
         given = real_of(inputs[0]).contiguous()
         found = self._of(given).gather(given.view(-1), opts.rootRank)
         if found is not None:
@@ -330,6 +339,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         given = None
         if self._rank == opts.rootRank:
+            check_parts("inputs", inputs[0], self._size, outputs[0])
             given = torch.cat([real_of(part).contiguous().view(-1) for part in inputs[0]])
         into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
         return list(outputs)

@@ -35,6 +35,16 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def check_parts(name: str, parts: Sequence[torch.Tensor], ranks: int, like: torch.Tensor) -> None:
+    """Check that a list has one tensor for each rank, each with as many elements of one type as ``like``."""
+    if len(parts) != ranks:
+        raise invalid(name, f"{len(parts)} tensors", f"{ranks}, one for each rank")
+    for at, part in enumerate(parts):
+        if part.numel() != like.numel() or part.dtype != like.dtype:
+            given, allowed = f"{part.dtype}[{part.numel()}]", f"{like.dtype} with {like.numel()} elements"
+            raise invalid(f"{name}[{at}]", given, allowed)
+
+
 def in_place(tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
     """Let ``act`` change a tensor of any strides, as a dense one."""
     real = real_of(tensor)

@@ -205,6 +205,30 @@ def test_lists_that_do_not_fit_are_refused() -> None:
     run_ranks(RANKS, _wrong_lists, with_group=False)
 
 
+def _again(rank: Rank) -> None:
+    """A program destroys its groups and makes them anew over the store that they had, as under torchrun."""
+    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+
+    store, limit = dist.FileStore(f"{rank.folder}/.store", rank.size), timedelta(seconds=30)
+    for life in range(3):
+        dist.init_process_group("weft", store=store, rank=rank.rank, world_size=rank.size, timeout=limit)
+        pair = dist.new_group([0, 1])
+        t = torch.full((5,), float(life))
+        for group in (None, pair) if rank.rank < 2 else (None,):
+            dist.all_reduce(t, group=group)
+        assert (t == life * rank.size * (2 if rank.rank < 2 else 1)).all()
+        if rank.rank == 0:
+            with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
+                dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        dist.barrier()
+        dist.monitored_barrier(timeout=limit)
+        dist.destroy_process_group()
+
+
+def test_groups_made_anew_over_the_same_store() -> None:
+    run_ranks(RANKS, _again, with_group=False)
+
+
 def _any_source(rank: Rank) -> None:
     _join(rank)
     if rank.rank == 0:

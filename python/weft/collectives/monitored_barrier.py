@@ -62,11 +62,16 @@ class MonitoredBarrier:
     def _arrive(self, limit: float) -> None:
         own = f"{self._rank}/{self._arrivals[self._rank]}"
         self._arrivals[self._rank] += 1
+        for left in ("go", "gone"):  # by a group that was there before under the same name
+            self._store.delete_key(f"{left}/{own}")
         self._store.set(f"here/{own}", b"")
         is_answered = _has(self._store, f"go/{own}", limit)
-        if not is_answered:
+        is_over = is_answered and bytes(self._store.get(f"go/{own}")) == b"go"
+        if is_answered:
+            self._store.delete_key(f"here/{own}")
+        else:
             self._store.set(f"gone/{own}", b"")
-        if not is_answered or bytes(self._store.get(f"go/{own}")) != b"go":
+        if not is_over:
             raise PeerLost(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 "send/recv from rank 0. Rank 0's error says who is missing."

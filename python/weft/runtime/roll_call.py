@@ -12,11 +12,17 @@ met once knows everybody. Processes are held from a quarter of a second of waiti
 A question to a store may last for ever, too. torch's FileStore loops at a record whose writer died in the middle, and
 keeps the file's lock; a TCPStore whose server is stopped does not answer. So questions are asked on a thread of their
 own, which is left behind when the deadline passes.
+
+A store may hold what a group of the same name left, as torchrun's does where a program destroys its process group and
+makes it anew. So what a rank gives carries a digest of all that it was given the round before; what was given in other
+company is not given yet.
 Threads: one call at a time per object.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -31,6 +37,7 @@ _LAST_WORDS_S = 0.5  # what a rank gave just before it ended may still be on its
 _AT_ONCE = 16  # keys asked for, and processes looked up: a thousand ranks share one store
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05  # between two questions to the store
 _NAME_BYTES = len(_core.this_process_name())
+_COMPANY_BYTES = 16
 _MOST_FATES = 4  # told of in one message
 _SILENT_S = (
     2.0  # a store that answers nothing for so long is taken for broken by who misses a dead rank, or is late
@@ -51,6 +58,7 @@ class RollCall:
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         self._names: dict[int, bytes] = {}
+        self.mark = os.urandom(_COMPANY_BYTES)  # the same when this group meets again, and no other group's
         limit_s = _core.config().timeout_s
         until = time.monotonic() + limit_s
 
@@ -87,6 +95,8 @@ class Gathering:
         self.rank, self.size = rank, size
         self._store, self._roll = store, roll
         self._round = 0
+        self._company = bytes(_COMPANY_BYTES)  # of the round before
+        self._given: dict[int, bytes] = {}
         self._missing: list[int] = []
         self._watched: dict[int, Any] = {}
         self._answered_at = 0.0  # when the store last did
@@ -124,16 +134,18 @@ class Gathering:
 
     def _gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(self._round, rank) for rank in range(self.size)]
-        self._store.set(keys[self.rank], _core.this_process_name() + data)
+        self._store.set(keys[self.rank], _core.this_process_name() + self._company + self._roll.mark + data)
         self._answered_at = time.monotonic()
+        self._given = {}
         self._wait(keys, timeout_s)
-        everyone = [bytes(self._store.get(key)) for key in keys]
+        everyone = [self._given[rank] for rank in range(self.size)]
         for rank, given in enumerate(everyone):
             self._roll.learn(rank, given[:_NAME_BYTES])
+        self._company = hashlib.sha256(b"".join(everyone)).digest()[:_COMPANY_BYTES]
         if self._round > 0:  # everyone is in this round, so everyone has read the last one
             self._store.delete_key(self._key(self._round - 1, self.rank))
         self._round += 1
-        return [given[_NAME_BYTES:] for given in everyone]
+        return [given[_NAME_BYTES + 2 * _COMPANY_BYTES :] for given in everyone]
 
     def _wait(self, keys: list[str], timeout_s: float) -> None:
         """Wait for all keys. By questions, as torch's store writes a warning for each wait that ends without them."""
@@ -160,13 +172,21 @@ class Gathering:
     def _absent(self, keys: list[str], ranks: list[int], watched: dict[int, Any]) -> list[int]:
         """Return those who have given nothing yet. Raises: PeerLost where the store itself is gone."""
         try:
-            if self._store.check([keys[rank] for rank in ranks]):
-                return []
-            return [rank for rank in ranks if not self._store.check([keys[rank]])]
+            has_all = self._store.check([keys[rank] for rank in ranks])
+            has = [rank for rank in ranks if has_all or self._store.check([keys[rank]])]
+            return [rank for rank in ranks if rank not in has or not self._take(rank, keys[rank])]
         except Exception as error:
             time.sleep(_LOOK_EVERY_S)  # its process may only be ending
             why = _dead(watched) or f"the store of the process group is gone ({str(error).splitlines()[0]})"
             raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {why}") from error
+
+    def _take(self, rank: int, key: str) -> bool:
+        """Keep what a rank has given; return whether it is of this round, and not of a group before."""
+        given = bytes(self._store.get(key))
+        if given[_NAME_BYTES : _NAME_BYTES + _COMPANY_BYTES] != self._company:
+            return False
+        self._given[rank] = given
+        return True
 
     def _raise_if_dead(self, keys: list[str], missing: list[int], watched: dict[int, Any]) -> None:
         """Raise PeerLost where one of ``missing`` has ended, naming those that took the others along."""

@@ -201,7 +201,9 @@ def test_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
     three.run(operators_keep_the_rules)
 
 
-@pytest.mark.parametrize(("num_experts", "use_fp8"), [(6, False), (7, True), (2, False)])  # also uneven, or none
+@pytest.mark.parametrize(
+    ("num_experts", "use_fp8"), [(6, False), (7, True), (2, False)]
+)  # also uneven, or none
 def test_low_latency_operators_keep_the_rules_of_torch_library(
     three: RankPool, num_experts: int, use_fp8: bool
 ) -> None:

@@ -30,7 +30,11 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "who"),
-    [(["top", "--nonsense"], "weft top"), (["bench", "moe", "-x"], "weft bench moe"), (["-x", "top"], "weft")],
+    [
+        (["top", "--nonsense"], "weft top"),
+        (["bench", "moe", "-x"], "weft bench moe"),
+        (["-x", "top"], "weft"),
+    ],
 )
 def test_an_unknown_option_is_refused_by_its_command(
     arguments: list[str], who: str, capsys: pytest.CaptureFixture[str]

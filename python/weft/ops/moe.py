@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from weft.errors import invalid
-from weft.moe.config import local_experts
 from weft.ops.bound import Bound, target_of
 from weft.runtime.tensors import contiguous
 
@@ -301,6 +300,8 @@ def _low_latency_dispatch(
 def _(
     x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, use_fp8: bool, num_ranks: int, key: int
 ) -> _LowLatencyFlat:
+    from weft.moe.config import local_experts  # operators do not need weft.moe until a buffer is there
+
     buffer = target_of(key)
     local = local_experts(num_experts, num_ranks, buffer.rank)
     most, hidden = num_ranks * max_tokens, x.size(1)

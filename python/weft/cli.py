@@ -67,6 +67,7 @@ def add_commands(
     parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]
 ) -> None:
     """Offer every installed command; import and fill in only the one that ``argv`` starts with."""
+    parser.set_defaults(refuse=parser.error)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, help_line) in commands.items():
         if not is_installed(module):
@@ -75,7 +76,7 @@ def add_commands(
         if argv[:1] == [name]:
             command = importlib.import_module(module)
             command.add_arguments(sub)
-            sub.set_defaults(run=command.run)
+            sub.set_defaults(run=command.run, refuse=sub.error)
 
 
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -99,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = make_parser(arguments)
-        parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
+        given = arguments[1:] if arguments[:1] == ["bench"] else arguments
+        parsed, unknown = parser.parse_known_args(given)
+        if unknown:  # said by the command, with its own usage
+            parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         with ended_by_signals():
             status = int(parsed.run(parsed))
         sys.stdout.flush()

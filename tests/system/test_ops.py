@@ -6,6 +6,7 @@ The backend is aot_eager: Dynamo and AOTAutograd take the graph apart as for any
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -163,16 +164,16 @@ def operators_keep_the_rules(rank: Rank) -> None:
     torch.library.opcheck(torch.ops.weft.combine_with_weights.default, given, test_utils=checks)
 
 
-def low_latency_operators_keep_the_rules(rank: Rank) -> None:
-    most, experts_ = 16, CASE.num_experts
-    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(most, CASE.hidden, rank.size, experts_)
+def low_latency_operators_keep_the_rules(rank: Rank, num_experts: int, use_fp8: bool) -> None:
+    case, most = dataclasses.replace(CASE, num_experts=num_experts), 16
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(most, case.hidden, rank.size, num_experts)
     moe = ExpertOps(weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True))
-    x, idx, weights = (t.detach() for t in inputs_of(rank))
+    x, idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
     checks = ("test_schema", "test_faketensor")
-    given = (x, idx, most, experts_, False, rank.size, moe.key)
+    given = (x, idx, most, num_experts, use_fp8, rank.size, moe.key)
     torch.library.opcheck(torch.ops.weft.low_latency_dispatch.default, given, test_utils=checks)
-    rows = moe.low_latency_dispatch(x, idx, most, experts_, use_fp8=False)
-    given = (rows.x, idx, weights, list(rows.handle), moe.key)
+    rows = moe.low_latency_dispatch(x, idx, most, num_experts, use_fp8)
+    given = (rows.x.bfloat16(), idx, weights, list(rows.handle), moe.key)
     torch.library.opcheck(torch.ops.weft.low_latency_combine.default, given, test_utils=checks)
 
 
@@ -200,8 +201,13 @@ def test_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
     three.run(operators_keep_the_rules)
 
 
-def test_low_latency_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
-    three.run(low_latency_operators_keep_the_rules)
+@pytest.mark.parametrize(
+    ("num_experts", "use_fp8"), [(6, False), (7, True), (2, False)]
+)  # also uneven, or none
+def test_low_latency_operators_keep_the_rules_of_torch_library(
+    three: RankPool, num_experts: int, use_fp8: bool
+) -> None:
+    three.run(low_latency_operators_keep_the_rules, num_experts, use_fp8)
 
 
 def test_an_operator_whose_buffer_is_gone_says_so() -> None:

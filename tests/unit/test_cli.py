@@ -28,6 +28,25 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unravel" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "who"),
+    [
+        (["top", "--nonsense"], "weft top"),
+        (["bench", "moe", "-x"], "weft bench moe"),
+        (["-x", "top"], "weft"),
+    ],
+)
+def test_an_unknown_option_is_refused_by_its_command(
+    arguments: list[str], who: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {who} [-h]")
+    assert f"{who}: error: unrecognized arguments: " in said
+
+
 def test_error_is_one_line_and_status_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,7 +220,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         Returns: (recv_x [N, hidden] or (rows, scales [N, n]); local expert ids [N, K], -1 elsewhere, None with
             do_expand; weights float32 [N, K], those of experts elsewhere too, or [X] with do_expand, or None;
             handle; event). Rows come in order of source rank, then token; expanded rows inside an expert too.
-        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
+        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E; on the CPU also on a rank
+            that gets rows with weights and gave none, or the other way round.
         """
         context = self._contexts.of("x", x)
         data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
@@ -261,7 +262,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
                 "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
             )
             stats = self._check_stats(cumulative_local_expert_recv_stats, experts, context)
-            sent = torch.zeros_like(ids, dtype=torch.float32) if weights is None else weights
+            sent = elastic_rows.no_weights(ids) if weights is None else weights
             at_owner = not self.allow_multiple_reduction and (do_expand or context.has_sums_of_nodes)
             rows = Rows(data, scales, ids, sent, True, ids.size(1) if at_owner else 1)
             wanted = elastic_rows.Wanted(
@@ -276,6 +277,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             )
             context.begin(previous)
             received, handle = elastic_rows.first_dispatch(context, rows, wanted)
+            elastic_rows.check_weights_alike(received, handle, weights is not None, self.rank_idx)
             if stats is not None:
                 with context.on_comm_stream():
                     stats += handle.num_unaligned_recv_tokens_per_expert

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.errors import invalid
 from weft.moe import elastic_layout, high_throughput
 from weft.moe.config import align, ceil_div, local_experts
 from weft.moe.device_context import DeviceContext
@@ -25,6 +26,9 @@ from weft.moe.elastic_handle import (
 from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.events import EventHandle
 from weft.moe.high_throughput import Layout, Payload, Received, Rows
+
+
+_NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,28 @@ def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[
         )
     context.hand_over([value for value in vars(handle).values() if isinstance(value, Tensor)])
     return received, handle
+
+
+def no_weights(topk_idx: Tensor) -> Tensor:
+    """Return what travels in place of weights, float32 [T, K]: nobody takes it for some."""
+    return torch.full_like(topk_idx, _NO_WEIGHT_BITS, dtype=torch.int32).view(torch.float32)
+
+
+def check_weights_alike(received: Received, handle: EPHandle, has_weights: bool, rank: int) -> None:
+    """Refuse rows of a rank that gave weights where this one gave none, or the other way round.
+
+    Not looked at on CUDA, where it would stall the stream: NaN arrives in place of weights.
+    """
+    weights, ends = received.weights(), handle.state.prefix[:, rank]
+    if weights is None or weights.is_cuda:
+        return
+    came_with = weights[: int(ends[-1]), :1].view(torch.int32) != _NO_WEIGHT_BITS
+    others = (came_with != has_weights).flatten().nonzero()
+    if others.numel() > 0:
+        other = int(torch.searchsorted(ends.contiguous(), others[0].to(ends.dtype), right=True))
+        given = f"{'weights' if has_weights else 'None'} on rank {rank}"
+        given += f" and {'None' if has_weights else 'weights'} on rank {other}"
+        raise invalid("topk_weights", given, "weights on all ranks, or on none")
 
 
 def outputs(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -117,7 +118,8 @@ class GatherSessions:
         """Return (gathered [R, ...] for each tensor of ``t``, then wait()). All ranks give the same shapes and types.
 
         The gathered tensors may be read on the current stream after wait(), a function without arguments.
-        Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity).
+        Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity); on the CPU also on
+            all ranks that gave different sizes or types.
         """
         left_bytes, left_gathers = self._require_session()
         several = list(t) if isinstance(t, (list, tuple)) else [t]
@@ -137,7 +139,7 @@ class GatherSessions:
         self._left = (left_bytes - taken, left_gathers - 1)
         context.begin(None)
         with context.on_comm_stream():
-            received = _gather_rows(context, _as_rows(given, sizes))
+            received = _gather_rows(context, _as_rows(given, sizes), _form_words(given))
             flat = received.view(self.num_ranks, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
             if context.core.largest_piece_bytes < self._session_bytes:
@@ -154,23 +156,50 @@ class GatherSessions:
         return self._left
 
 
-def _gather_rows(context: DeviceContext, rows: Tensor) -> Tensor:
-    """Return uint8[R * rows, bytes]: every rank's rows, by one dispatch that goes everywhere."""
-    ranks = int(context.communicator.size)
+def _gather_rows(context: DeviceContext, rows: Tensor, form: tuple[int, int]) -> Tensor:
+    """Return uint8[R * rows, bytes]: every rank's rows, by one dispatch that goes everywhere.
+
+    On the CPU ``form`` goes beside them, and ranks that gave something else are refused. A GPU's host does not wait.
+    """
+    ranks, num_rows = int(context.communicator.size), rows.size(0)
+    looks = not context.is_cuda
     with context.on_comm_stream():
-        in_rank = torch.ones((rows.size(0), ranks), dtype=torch.bool, device=context.device)
+        in_rank = torch.ones((num_rows, ranks), dtype=torch.bool, device=context.device)
         per_expert = torch.zeros(1, dtype=torch.int32, device=context.device)
-        total = rows.size(0) * ranks
-        received, _, _ = high_throughput.DispatchPlan(context, rows.size(0)).run(
-            Rows(rows, None, combine_rows=0),
+        words = torch.tensor([form], dtype=torch.int32).expand(num_rows, -1) if looks else None
+        received, state, _ = high_throughput.DispatchPlan(context, num_rows).run(
+            Rows(rows, words, combine_rows=0),
             in_rank,
             per_expert,
-            total,
+            0 if looks else num_rows * ranks,  # rows that are not as many shall come, to be looked at
             _NUM_SMS,
             context.as_ordered,
-            most_tokens=rows.size(0),
+            most_tokens=0 if looks else num_rows,
         )
-    return received.parts()[0]
+    gathered, came = received.parts()
+    if came is not None:
+        _check_alike(came, state.prefix[:, context.communicator.rank], int(context.communicator.rank))
+    return gathered
+
+
+def _check_alike(words: Tensor, ends: Tensor, rank: int) -> None:
+    """Refuse forms of ranks that differ: words i32[rows of all, 2], of which those of a rank end at ends i32[R]."""
+    forms = words[torch.nn.functional.pad(ends[:-1].long(), (1, 0))].tolist()
+    for other, form in enumerate(forms):
+        if form == forms[rank]:
+            continue
+        mine, theirs = forms[rank][0], form[0]
+        differ = f"{mine} bytes on rank {rank} and {theirs} on rank {other}"
+        if mine == theirs:
+            differ = f"other sizes or types on rank {rank} than on rank {other}"
+        raise invalid("t", differ, "the same shapes and types on all ranks")
+
+
+def _form_words(tensors: list[Tensor]) -> tuple[int, int]:
+    """Return what all ranks have to give alike, as two words: bytes in all, and a checksum of sizes and types."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    types = [str(tensor.dtype) for tensor in tensors]
+    return sum(sizes) & 0x7FFFFFFF, zlib.crc32(repr((sizes, types)).encode()) & 0x7FFFFFFF
 
 
 def _as_rows(tensors: list[Tensor], sizes: list[int]) -> Tensor:

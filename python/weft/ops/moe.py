@@ -300,11 +300,15 @@ def _low_latency_dispatch(
 def _(
     x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, use_fp8: bool, num_ranks: int, key: int
 ) -> _LowLatencyFlat:
-    local, most, hidden = num_experts // num_ranks, num_ranks * max_tokens, x.size(1)
+    from weft.moe.config import local_experts  # operators do not need weft.moe until a buffer is there
+
+    buffer = target_of(key)
+    local = local_experts(num_experts, num_ranks, buffer.rank)
+    most, hidden = num_ranks * max_tokens, x.size(1)
     rows = x.new_empty(local, most, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
     # Scales are column-major, as matrix units take them.
     scales = x.new_empty(local, hidden // 128, most, dtype=torch.float32).transpose(1, 2)
-    words = target_of(key).runtime.low_latency.routes_words(
+    words = buffer.runtime.low_latency.routes_words(
         int(max_tokens), int(topk_idx.size(1)), int(num_experts), False
     )
     i32, i64 = torch.int32, torch.int64

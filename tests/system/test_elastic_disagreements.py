@@ -14,7 +14,7 @@ def gather_of_other_sizes(rank: Rank, lengths: tuple[int, int]) -> None:
     buffer = weft.ElasticBuffer(rank.group, num_bytes=4 << 20)
     buffer.agrs_set_config(8 << 20, 2)
     with buffer.agrs_new_session():
-        with pytest.raises(weft.Error, match="t: got .* on rank .* allowed: the same shapes and types"):
+        with pytest.raises(weft.Error, match=r"t: got .* on rank .* allowed: the same shapes and types"):
             buffer.all_gather(torch.full((lengths[rank.rank],), rank.rank, dtype=torch.int32))
         gathered, wait = buffer.all_gather(torch.full((5123,), rank.rank, dtype=torch.int32))
         wait()
@@ -43,7 +43,7 @@ def weights_of_one_rank(rank: Rank, sync: bool | None) -> None:
     buffer = weft.ElasticBuffer(rank.group, num_bytes=4 << 20)
     x, ids, weights = torch.ones(3, 64).bfloat16(), torch.tensor([[0, 3], [1, 2], [2, -1]]), torch.ones(3, 2)
     sizes = {"num_experts": 4, "num_max_tokens_per_rank": 4, "do_cpu_sync": sync}
-    with pytest.raises(weft.Error, match="topk_weights: got .*None on rank .*allowed: weights on all ranks"):
+    with pytest.raises(weft.Error, match=r"topk_weights: got .*None on rank .*allowed: weights on all ranks"):
         buffer.dispatch(x, ids, weights if rank.rank == 0 else None, **sizes)
     assert buffer.dispatch(x, ids, **sizes)[2] is None
     received, _, came, handle, _ = buffer.dispatch(x, ids, weights, **sizes)

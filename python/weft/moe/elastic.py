@@ -220,8 +220,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         Returns: (recv_x [N, hidden] or (rows, scales [N, n]); local expert ids [N, K], -1 elsewhere, None with
             do_expand; weights float32 [N, K], those of experts elsewhere too, or [X] with do_expand, or None;
             handle; event). Rows come in order of source rank, then token; expanded rows inside an expert too.
-        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E; on the CPU also on a rank
-            that gets rows with weights and gave none, or the other way round.
+        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E; on the CPU also on a
+            rank that gets rows with weights and gave none, or the other way round.
         """
         context = self._contexts.of("x", x)
         data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)

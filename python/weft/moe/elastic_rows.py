@@ -27,7 +27,6 @@ from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.events import EventHandle
 from weft.moe.high_throughput import Layout, Payload, Received, Rows
 
-
 _NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
 
 

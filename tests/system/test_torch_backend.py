@@ -19,7 +19,7 @@ from weft.testing.ranks import Rank, run_ranks
 RANKS = 3
 
 
-def _join(rank: Rank) -> None:
+def _join(rank: Rank, device_id: torch.device | None = None) -> None:
     import weft.collectives.torch_backend  # noqa: F401 - registers the backend
 
     dist.init_process_group(
@@ -28,6 +28,7 @@ def _join(rank: Rank) -> None:
         rank=rank.rank,
         world_size=rank.size,
         timeout=timedelta(seconds=60),
+        device_id=device_id,
     )
 
 
@@ -203,6 +204,24 @@ def _wrong_lists(rank: Rank) -> None:
 
 def test_lists_that_do_not_fit_are_refused() -> None:
     run_ranks(RANKS, _wrong_lists, with_group=False)
+
+
+def _bound(rank: Rank) -> None:
+    _join(rank, torch.device("cpu", 0))
+    first_two = dist.new_group([0, 1])
+    t = torch.full((3,), float(rank.rank + 1))
+    if rank.rank < 2:
+        dist.all_reduce(t, group=first_two)
+        assert (t == 3).all()
+    with pytest.raises(RuntimeError, match="does not support splitting"):
+        dist.split_group(split_ranks=[[0, 1], [2]])
+    dist.all_reduce(t)
+    assert (t == 9).all()
+    dist.destroy_process_group()
+
+
+def test_a_group_may_be_bound_to_its_device() -> None:
+    run_ranks(RANKS, _bound, with_group=False)
 
 
 def _again(rank: Rank) -> None:

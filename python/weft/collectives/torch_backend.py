@@ -78,6 +78,11 @@ def _name_of(op: Any) -> str:
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
+    # What torch asks of a backend before it uses one of these; a group is not cut in two, it makes new ones.
+    supports_splitting = False
+    supports_shrinking = False
+    supports_tensor_alloc = False
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size

@@ -73,6 +73,29 @@ def a_layer_and_its_gradients(rank: Rank, num_worst_tokens: int) -> None:
             torch.testing.assert_close(got, wanted)
 
 
+def a_layer_that_stays_outside(rank: Rank) -> None:
+    buffer = weft.Buffer(rank.group, 1 << 20)
+
+    @torch.compiler.disable
+    def layer(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        arrived = autograd.dispatch(buffer, x, idx, weights, CASE.num_experts)
+        return autograd.combine(buffer, experts(arrived.x, arrived.topk_weights), arrived.handle)
+
+    def block(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        return layer(x * 2, idx, weights) * 3
+
+    torch._dynamo.reset()
+    results = []
+    for function in (block, torch.compile(block, backend="aot_eager")):
+        x, idx, weights = inputs_of(rank)
+        out = function(x, idx, weights)
+        out.float().square().sum().backward()
+        results.append((out.detach(), x.grad, weights.grad))
+    for plain, around in zip(*results, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, around)
+
+
 def rows_past_the_real_ones(rank: Rank) -> None:
     moe = ExpertOps(weft.Buffer(rank.group, 1 << 20))
     x, idx, weights = inputs_of(rank)
@@ -182,6 +205,10 @@ def test_a_compiled_layer_and_its_gradients_are_those_of_plain_calls(
     three: RankPool, num_worst_tokens: int
 ) -> None:
     three.run(a_layer_and_its_gradients, num_worst_tokens)
+
+
+def test_a_layer_of_plain_calls_stays_outside_the_compiled_block(three: RankPool) -> None:
+    three.run(a_layer_that_stays_outside)
 
 
 def test_rows_past_the_real_ones_are_zero(three: RankPool) -> None:

@@ -78,7 +78,9 @@ def _name_of(op: Any) -> str:
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
-    # What torch asks of a backend before it uses one of these; a group is not cut in two, it makes new ones.
+    # What torch asks of a backend before it uses one of these. Sends and receives are not batched; a group is not cut
+    # in two, new ones are made.
+    supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
     supports_tensor_alloc = False
@@ -124,8 +126,6 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         # torch takes a group that has devices before it is listed for one of its own, which this is not.
         is_listed = self in dist.distributed_c10d._world.pg_names
         return [torch.device("cpu"), torch.device("cuda")] if is_listed else []
-
-    supports_coalescing = False  # what torch asks a backend before it batches sends and receives
 
     def _get_backend(self, device: torch.device) -> WeftGroup:
         return self

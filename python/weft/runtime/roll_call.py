@@ -173,8 +173,8 @@ class Gathering:
         """Return those who have given nothing yet. Raises: PeerLost where the store itself is gone."""
         try:
             has_all = self._store.check([keys[rank] for rank in ranks])
-            has = [rank for rank in ranks if has_all or self._store.check([keys[rank]])]
-            return [rank for rank in ranks if rank not in has or not self._take(rank, keys[rank])]
+            has = {rank for rank in ranks if has_all or self._store.check([keys[rank]])}
+            return [rank for rank in ranks if not (rank in has and self._take(rank, keys[rank]))]
         except Exception as error:
             time.sleep(_LOOK_EVERY_S)  # its process may only be ending
             why = _dead(watched) or f"the store of the process group is gone ({str(error).splitlines()[0]})"

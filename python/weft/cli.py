@@ -102,8 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = make_parser(arguments)
         given = arguments[1:] if arguments[:1] == ["bench"] else arguments
         parsed, unknown = parser.parse_known_args(given)
+        refuse = parsed.refuse
+        del parsed.refuse  # commands hand their arguments to other processes, which take no parser
         if unknown:  # said by the command, with its own usage
-            parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+            refuse(f"unrecognized arguments: {' '.join(unknown)}")
         with ended_by_signals():
             status = int(parsed.run(parsed))
         sys.stdout.flush()

@@ -57,7 +57,7 @@ std::array<int, 4> kind_of(const Operation& o) {
   return {static_cast<int>(o.function), static_cast<int>(o.type), static_cast<int>(o.op), o.peer};
 }
 
-// Served as sends and receives.
+// Served as sends and receives, where no exchange serves it.
 bool is_of_messages(Function function) {
   return function == Function::kGather || function == Function::kScatter || function == Function::kAllToAllv;
 }
@@ -77,6 +77,14 @@ std::optional<ExchangeOf> exchange_of(Function function) {
       return ExchangeOf{Exchange::kReduceScatter, BookCollective::kReduceScatter};
     case Function::kAllToAll:
       return ExchangeOf{Exchange::kAllToAll, BookCollective::kAllToAll};
+    case Function::kBroadcast:
+      return ExchangeOf{Exchange::kBroadcast, BookCollective::kBroadcast};
+    case Function::kReduce:
+      return ExchangeOf{Exchange::kReduce, BookCollective::kReduce};
+    case Function::kGather:
+      return ExchangeOf{Exchange::kGather, BookCollective::kGather};
+    case Function::kScatter:
+      return ExchangeOf{Exchange::kScatter, BookCollective::kScatter};
     default:
       return {};
   }
@@ -181,15 +189,16 @@ bool ncclComm::serves(const Operation& operation) {
     return find_op(operation.op) && (size_ > 1 || device_.is_host());  // no kernel was made for one rank
   }
   // Tables of sizes are host memory at the time of the call, which a replayed graph would not see.
+  // Programs of other roots than 0 would have to be loaded. An exchange has none of both.
   const bool has_tables =
       weft::nccl::is_transfer(operation.function) || weft::nccl::is_of_messages(operation.function);
-  if (has_tables && is_capturing(operation.stream)) return false;
   const bool has_root = operation.function == Function::kBroadcast || operation.function == Function::kReduce;
-  return !(has_root && operation.peer != 0 && is_capturing(operation.stream));
+  const bool is_for_eager_calls = has_tables || (has_root && operation.peer != 0);
+  return !is_for_eager_calls || !is_capturing(operation.stream) || exchange_for(operation);
 }
 
 Status ncclComm::serve(const Operation& o) {
-  if (weft::nccl::is_of_messages(o.function)) {
+  if (weft::nccl::is_of_messages(o.function) && !exchange_for(o)) {
     const std::vector<Operation> parts = as_transfers(o);
     std::vector<const Operation*> transfers;
     for (const Operation& part : parts) transfers.push_back(&part);
@@ -267,7 +276,8 @@ Result<const ncclComm::PlannedCall*> ncclComm::plan_of(const Operation& o) {
 const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
   const auto kind = weft::nccl::exchange_of(o.function);
   if (!kind) return nullptr;
-  const uint64_t parts = kind->kind == weft::Exchange::kAllReduce ? 1 : static_cast<uint64_t>(size_);
+  const bool has_root = weft::has_root(kind->kind);
+  const uint64_t parts = kind->kind == weft::Exchange::kAllReduce || has_root ? 1 : static_cast<uint64_t>(size_);
   const weft::BookChoice* choice =
       book_->choose(kind->collective, o.count * parts * weft::nccl::bytes_of(o.type));
   return choice && choice->mode != weft::BookMode::kProgram ? choice : nullptr;
@@ -279,7 +289,8 @@ Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Op
   return collectives_->plan(
       {weft::nccl::exchange_of(o.function)->kind, weft::nccl::element_of(o.type),
        weft::nccl::reduction_of(o.op), nullptr, nullptr, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
-       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, nullptr});
+       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, nullptr,
+       o.peer});
 }
 
 // One rank: every collective is a copy.
@@ -370,7 +381,7 @@ Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, BookCollective c
   if (found != loaded_.end()) return found->second;
   weft::ProgramText text = book_->text(program, static_cast<uint32_t>(rank_), static_cast<uint32_t>(root));
   constexpr const char* kCalls[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
-                                    "broadcast",  "reduce",     "send or recv"};
+                                    "broadcast",  "reduce",     "send or recv"};  // what has programs
   text.call = kCalls[static_cast<uint32_t>(collective)];
   const bool has_root = collective == BookCollective::kBroadcast || collective == BookCollective::kReduce;
   if (has_root) text.root = root;

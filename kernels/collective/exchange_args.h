@@ -8,8 +8,12 @@
 // round n knows that all have read round n - 2: no slot needs to be freed.
 // Slices. The same for staging areas, of which there are four by turns, since one is filled while the one
 // before is emptied (run_stages).
+// Calls with a root move data from it or to it alone. In their rounds all other pairs of ranks send a line without
+// data, and their slices are signalled to everybody, so that the two rules above hold for every call.
 // Meetings. Before ranks touch each other's buffers, every block tells every peer's where they are, in
 // descriptors: one word for each buffer. After it, every block tells that it is done.
+// Shares. Where all bytes of a buffer come from one rank, or end at one, other ranks carry a share of them each:
+// all_reduce, broadcast and reduce are cut into shares with an owner (exchange_owners).
 // Calls. Lines, signals of slices and descriptors carry a digest of the call (what, element type, operation,
 // count, way) beside their number, so ranks whose calls differ wait for each other in vain and touch nothing.
 #pragma once
@@ -18,10 +22,34 @@
 
 namespace weft {
 
-enum class Exchange : uint32_t { kAllReduce = 0, kAllGather, kReduceScatter, kAllToAll };
-inline constexpr uint32_t kExchanges = 4;
+enum class Exchange : uint32_t {
+  kAllReduce = 0,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kBroadcast,  // these and the following have a root
+  kReduce,
+  kGather,
+  kScatter,
+};
+inline constexpr uint32_t kExchanges = 8;
 enum class ExchangeWay : uint32_t { kLines = 0, kPlaces, kStages };
 inline constexpr uint32_t kStageAreas = 4;
+inline constexpr uint32_t kMostPipeWarps = 2;
+
+WEFT_DEVICE constexpr bool has_root(Exchange kind) {
+  return kind >= Exchange::kBroadcast;
+}
+// Kinds whose buffer is cut into shares.
+WEFT_DEVICE constexpr bool has_shares(Exchange kind) {
+  return kind == Exchange::kAllReduce || kind == Exchange::kBroadcast || kind == Exchange::kReduce;
+}
+// How many ranks own a share, where the buffer has shares: all; of a broadcast or a reduce all but the root, so
+// that a byte crosses the root's link once. Two ranks need nobody between them: the receiver owns everything.
+WEFT_DEVICE constexpr uint32_t exchange_owners(Exchange kind, uint32_t ranks) {
+  if (kind == Exchange::kAllReduce) return ranks;
+  return ranks > 2 ? ranks - 1 : 1;
+}
 
 // Offsets in every rank's window.
 struct ExchangeLayout {
@@ -30,6 +58,7 @@ struct ExchangeLayout {
   uint64_t done_at;         // u64[blocks][ranks]: the meeting that is over
   uint64_t stages_at;       // units: [kStageAreas][ranks][blocks][stage_units]
   uint64_t staged_at;       // u64[blocks][ranks]: the last slice that a sender has filled
+  uint64_t spread_at;       // u64[blocks][kMostPipeWarps]: meeting and rounds of pieces that a root has sent
   uint32_t blocks;          // the most of a launch
   uint32_t region_units;
   uint32_t stage_units;  // even
@@ -57,15 +86,15 @@ inline constexpr uint32_t kSlicesShown = 3;
 struct ExchangeArgs {
   std::byte* input;
   std::byte* output;
-  uint64_t bytes;        // of one part: what goes from one rank to another; all_reduce: the whole buffer
+  uint64_t bytes;        // of one part: what goes from one rank to another; kinds with shares: the whole buffer
   uint32_t slice_units;  // 16-byte units of a part that a block sends in one round, at most region_units
-  uint32_t stage_slice_units;  // the same by stages: at most stage_units, for all_reduce half of them
+  uint32_t stage_slice_units;  // the same by stages: at most stage_units, where sums follow half of them
   uint32_t piece_bytes;        // of a bulk copy
   uint32_t pipe_warps;         // of a block, that make bulk copies
   uint32_t is_one_shot;        // all_reduce by lines: everyone sends everything to everyone
   ExchangeWay way;             // kPlaces where not all ranks' buffers lie in windows: kStages
   uint32_t digest;             // of the call
-  uint32_t reserved;
+  uint32_t root;               // of kinds that have one
   uint64_t places[2];                // of input and output, as in a descriptor
   std::byte* const* own_windows[2];  // the tables of the windows that hold them; null: in none
   std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it

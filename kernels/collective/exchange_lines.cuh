@@ -110,30 +110,40 @@ WEFT_DEVICE uint64_t share_units_of(uint64_t bytes, uint32_t ranks) {
   return ((bytes + 15) / 16 + ranks - 1) / ranks;
 }
 
-// Sends the slice of piece_for(peer) to every peer.
-template <class R, class PieceFor>
-WEFT_DEVICE void send_lines(const Round<R>& round, Slice slice, PieceFor piece_for) {
+// What goes between all ranks.
+struct Everybody {
+  WEFT_DEVICE constexpr bool operator()(uint32_t /*peer*/) const { return true; }
+};
+
+// Sends the slice of piece_for(peer) to every peer that is_for() names, and a line without data to the others.
+template <class R, class PieceFor, class IsFor = Everybody>
+WEFT_DEVICE void send_lines(const Round<R>& round, Slice slice, PieceFor piece_for, IsFor is_for = {}) {
   const R& run = round.run;
   const uint32_t items = slice.count * (run.ranks - 1);
   for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
     const uint32_t step = item / slice.count, unit = item - step * slice.count;
     const uint32_t peer = run.peer(step + 1);
-    round.to(peer).put(unit, load_unit(piece_for(peer), slice.first + unit));
+    if (is_for(peer))
+      round.to(peer).put(unit, load_unit(piece_for(peer), slice.first + unit));
+    else if (unit == 0)
+      round.to(peer).put(0, {});
   }
 }
 
-// Stores what every peer sends into piece_from(peer).
-template <class R, class PieceFrom>
-WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom piece_from) {
+// Stores what every peer that is_from() names sends into piece_from(peer); waits for the others' lines, too.
+template <class R, class PieceFrom, class IsFrom = Everybody>
+WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom piece_from,
+                               IsFrom is_from = {}) {
   const R& run = round.run;
   PeerPatience patience{{run.a.wait}, run.block.index()};
   const uint32_t items = slice.count * (run.ranks - 1);
   for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
     const uint32_t step = item / slice.count, unit = item - step * slice.count;
     const uint32_t peer = run.peer(step + 1);
+    if (!is_from(peer) && unit != 0) continue;
     const Vec16 value = round.from(peer).take(
         unit, [&](uint32_t looks) { return patience.ends(looks, peer, round.number, round.number - 1); });
-    store_unit(piece_from(peer), slice.first + unit, value);
+    if (is_from(peer)) store_unit(piece_from(peer), slice.first + unit, value);
   }
 }
 
@@ -280,6 +290,29 @@ WEFT_DEVICE void reduce_slice(const R& run, uint64_t number, Slice slice) {
   receive_lines(back, slice, [&](uint32_t peer) { return share(a.output, peer); });
 }
 
+// Of kinds with a root, with which or from which everybody has something.
+template <class R>
+WEFT_DEVICE void rooted_slice(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const Round<R> round{run, number};
+  const bool has_parts_out = run.kind() == Exchange::kScatter, has_parts_in = run.kind() == Exchange::kGather;
+  const bool is_from_root = has_parts_out || run.kind() == Exchange::kBroadcast;
+  auto goes = [&](uint32_t from, uint32_t to) { return (is_from_root ? from : to) == a.root; };
+  auto sent = [&](uint32_t peer) {
+    return has_parts_out ? part_of(a.input, a.bytes, peer) : Piece{a.input, a.bytes};
+  };
+  auto kept = [&](uint32_t peer) {
+    return has_parts_in ? part_of(a.output, a.bytes, peer) : Piece{a.output, a.bytes};
+  };
+  send_lines(round, slice, sent, [&](uint32_t peer) { return goes(run.self, peer); });
+  if (run.kind() == Exchange::kReduce) {
+    if (run.is_root()) return add_lines(round, slice, sent(0), kept(0), [](uint32_t, const Vec16&) {});
+  } else if (run.is_root()) {
+    copy_own(run, slice, sent(run.self), kept(run.self));
+  }
+  receive_lines(round, slice, kept, [&](uint32_t peer) { return goes(peer, run.self); });
+}
+
 template <class R>
 WEFT_DEVICE void run_lines(const R& run) {
   const ExchangeArgs& a = run.a;
@@ -292,7 +325,9 @@ WEFT_DEVICE void run_lines(const R& run) {
        first += uint64_t{run.block.count()} * a.slice_units) {
     const uint64_t left = units - first;
     const Slice slice{first, static_cast<uint32_t>(left < a.slice_units ? left : a.slice_units)};
-    if (run.kind() == Exchange::kAllGather)
+    if (has_root(run.kind()))
+      rooted_slice(run, number, slice);
+    else if (run.kind() == Exchange::kAllGather)
       gather_slice(run, number, slice);
     else if (run.kind() == Exchange::kAllToAll)
       swap_slice(run, number, slice);

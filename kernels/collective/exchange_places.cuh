@@ -4,7 +4,7 @@
 // straight between them; where some buffer is in no window, all ranks go by stages instead.
 #pragma once
 
-#include "kernels/collective/exchange_stages.cuh"
+#include "kernels/collective/exchange_push.cuh"
 
 namespace weft {
 
@@ -63,7 +63,7 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
     std::byte* place = nullptr;
     if (!came || !read_descriptor(run, descriptor, peer, which, place))
       store_release_block(&run.met()->all_came, 0);
-    if (!place && run.needs(which)) store_release_block(&run.met()->all_have_places, 0);
+    if (!place && run.needs(which, peer)) store_release_block(&run.met()->all_have_places, 0);
     run.places(which)[peer] = place;
   }
   run.block.sync();
@@ -81,6 +81,11 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
   const uint64_t done = a.layout.done_at + uint64_t{run.block.index()} * run.ranks * sizeof(uint64_t);
   run.block.sync();
+  if (run.goes_on() && !run.adds()) {  // who waited in vain for what it passes on is not done
+    const bool has_all = run.met()->all_came != 0;
+    run.block.sync();
+    if (!has_all) return;
+  }
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
     run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), meeting);
   PeerPatience patience{{a.wait}, run.block.index()};
@@ -101,57 +106,14 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
     run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), 0);
 }
 
-// A piece of a part on its way: to one rank, or to all.
-struct Copy {
-  uint64_t at;  // in the part
-  uint32_t peer;
-};
-
-// all_gather: pieces of the input go to all outputs; all_to_all: each part of it to one.
-template <class R>
-WEFT_DEVICE void push(const R& run) {
-  const ExchangeArgs& a = run.a;
-  const Warp warp;
-  if (warp.index() >= a.pipe_warps) return;
-  const bool is_gather = run.kind() == Exchange::kAllGather;
-  std::byte* stages = run.block.shared() + places_bytes(run.ranks) + warp.index() * pipe_bytes(a.piece_bytes);
-  RowPipe<kPipeStages> pipe(warp, stages, a.piece_bytes);
-  const uint64_t pieces = (a.bytes + a.piece_bytes - 1) / a.piece_bytes;
-  const uint64_t items = is_gather ? pieces : pieces * run.ranks;
-  const uint64_t step = uint64_t{run.block.count()} * a.pipe_warps;
-  uint64_t item = uint64_t{warp.index()} * run.block.count() + run.block.index();
-  pipe.run(
-      [&]() -> RowItem<Copy> {
-        if (item >= items) return {};
-        const uint64_t piece = is_gather ? item : item / run.ranks;
-        const uint32_t peer = is_gather ? 0 : run.peer(static_cast<uint32_t>(item - piece * run.ranks));
-        const uint64_t at = piece * a.piece_bytes, left = a.bytes - at;
-        item += step;
-        const std::byte* src = a.input + (is_gather ? 0 : peer * a.bytes) + at;
-        return {{src, static_cast<uint32_t>(left < a.piece_bytes ? left : a.piece_bytes)}, {at, peer}};
-      },
-      [&](const Copy& copy, RowPiece stage) {
-        if (!is_gather) {
-          std::byte* dst = run.places(1)[copy.peer] + run.self * a.bytes + copy.at;
-          return pipe.store(warp.rank() == 0 ? dst : nullptr, stage);
-        }
-        for (uint32_t first = 0; first < run.ranks; first += warp.size()) {
-          const uint32_t peer = first + warp.rank();
-          std::byte* dst = peer < run.ranks ? run.places(1)[peer] + run.self * a.bytes + copy.at : nullptr;
-          pipe.store(dst == a.input + copy.at ? nullptr : dst, stage);
-        }
-      });
-  pipe.drain();
-}
-
-// This rank's part of the sum, to its own output or to all.
+// This rank's part of the sum: to its own output, to the root's, or to all.
 template <class R>
 WEFT_DEVICE void pull(const R& run) {
   const ExchangeArgs& a = run.a;
-  const bool is_all = run.kind() == Exchange::kAllReduce;
-  const Piece share = share_of_buffer(nullptr, a.bytes, share_units_of(a.bytes, run.ranks), run.self);
-  const uint64_t at = is_all ? run.self * share_units_of(a.bytes, run.ranks) * 16 : run.self * a.bytes;
-  const uint64_t units = (is_all ? share.bytes : a.bytes) / 16;
+  const uint64_t share_units = share_units_of(a.bytes, run.owners()), share = run.share(run.self);
+  const uint64_t share_bytes = share_of_buffer(nullptr, a.bytes, share_units, share).bytes;
+  const uint64_t at = has_shares(run.kind()) ? share * share_units * 16 : run.self * a.bytes;
+  const uint64_t units = (has_shares(run.kind()) ? share_bytes : a.bytes) / 16;
   const uint64_t threads = uint64_t{run.block.count()} * run.block.size();
   with_combiner(run.shape, [&](auto combiner) {
     for (uint64_t unit = uint64_t{run.block.index()} * run.block.size() + run.block.rank(); unit < units;
@@ -159,12 +121,15 @@ WEFT_DEVICE void pull(const R& run) {
       const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
         return load_vec_streaming(reinterpret_cast<const Vec16*>(run.places(0)[rank] + at) + unit);
       });
-      if (!is_all) {
+      auto store_at = [&](uint32_t rank) {
+        store_vec(reinterpret_cast<Vec16*>(run.places(1)[rank] + at) + unit, sum);
+      };
+      if (run.kind() == Exchange::kReduceScatter)
         store_vec(reinterpret_cast<Vec16*>(a.output) + unit, sum);
-        continue;
-      }
-      for (uint32_t step = 0; step < run.ranks; ++step)
-        store_vec(reinterpret_cast<Vec16*>(run.places(1)[run.peer(step)] + at) + unit, sum);
+      else if (run.kind() == Exchange::kReduce)
+        store_at(a.root);
+      else
+        for (uint32_t step = 0; step < run.ranks; ++step) store_at(run.peer(step));
     }
   });
 }
@@ -179,10 +144,12 @@ WEFT_DEVICE void run_places(const R& run) {
     return;
   }
   if (run.met()->all_have_places) {
-    if (run.pushes())
-      push(run);
-    else
+    if (run.adds())
       pull(run);
+    else if (run.kind() == Exchange::kBroadcast)
+      spread(run, meeting);
+    else
+      push(run);
     part(run, meeting);
   } else {
     run_stages(run);

@@ -44,10 +44,38 @@ struct Run {
     const uint32_t rank = self + step;
     return rank < ranks ? rank : rank - ranks;
   }
-  WEFT_DEVICE bool pushes() const { return kind() == Exchange::kAllGather || kind() == Exchange::kAllToAll; }
-  // Whether peers touch this buffer.
-  WEFT_DEVICE bool needs(uint32_t which) const {
-    return kind() == Exchange::kAllReduce || which == (pushes() ? 1 : 0);
+  WEFT_DEVICE bool is_root() const { return self == a.root; }
+  WEFT_DEVICE bool adds() const {
+    return kind() == Exchange::kAllReduce || kind() == Exchange::kReduceScatter || kind() == Exchange::kReduce;
+  }
+  // Kinds whose parts go from one rank to another as they are.
+  WEFT_DEVICE bool has_parts() const { return !has_shares(kind()) && kind() != Exchange::kReduceScatter; }
+  // Whether peers touch this buffer of a rank.
+  WEFT_DEVICE bool needs(uint32_t which, uint32_t rank) const {
+    if (which == 0) return adds();
+    if (kind() == Exchange::kGather || kind() == Exchange::kReduce) return rank == a.root;
+    return kind() != Exchange::kReduceScatter;
+  }
+
+  WEFT_DEVICE uint32_t owners() const { return exchange_owners(kind(), ranks); }
+  // The number of a rank's share; who owns none has a number beyond the last.
+  WEFT_DEVICE uint32_t share(uint32_t rank) const {
+    if (kind() == Exchange::kAllReduce) return rank;
+    const bool is_roots = kind() == Exchange::kReduce && ranks == 2;
+    const uint32_t first = is_roots ? a.root : a.root + 1;
+    return rank >= first ? rank - first : rank + ranks - first;
+  }
+  WEFT_DEVICE bool owns(uint32_t rank) const { return share(rank) < owners(); }
+  WEFT_DEVICE bool goes_on() const { return has_shares(kind()) && owners() > 1; }
+  // Whether something goes from one rank to another: at first, and afterwards from the owners of shares.
+  WEFT_DEVICE bool sends(uint32_t from, uint32_t to) const {
+    if (kind() == Exchange::kBroadcast || kind() == Exchange::kScatter) return from == a.root;
+    if (kind() == Exchange::kReduce) return owns(to);
+    return kind() != Exchange::kGather || to == a.root;
+  }
+  WEFT_DEVICE bool sends_on(uint32_t from, uint32_t to) const {
+    if (kind() == Exchange::kAllReduce) return true;
+    return owns(from) && (to == a.root) == (kind() == Exchange::kReduce);
   }
   WEFT_DEVICE Met* met() const { return reinterpret_cast<Met*>(block.shared()); }
   WEFT_DEVICE std::byte** places(uint32_t which) const {  // 0: inputs, 1: outputs; by rank

@@ -11,7 +11,7 @@ namespace weft {
 namespace exchange {
 
 // The staging area of one sender and slice in a block's part of a window, kStageAreas of them by turns.
-// Slices of an all_reduce are half as large: the second half of an area is for sums.
+// Where shares go on, slices are half as large: the second half of an area is for sums, or what a broadcast sent.
 template <class R>
 struct Stage {
   const R& run;
@@ -76,19 +76,19 @@ struct Stage {
 template <class R>
 struct Parts {
   const R& run;
-  uint64_t share_units;  // of an all_reduce
+  uint64_t share_units;  // where the buffer has shares
 
   WEFT_DEVICE Piece input_for(uint32_t peer) const {
     const ExchangeArgs& a = run.a;
-    if (run.kind() == Exchange::kAllGather) return {a.input, a.bytes};
-    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.input, a.bytes, share_units, peer)
-                                              : part_of(a.input, a.bytes, peer);
+    if (has_shares(run.kind())) return share_of_buffer(a.input, a.bytes, share_units, run.share(peer));
+    const bool is_whole = run.kind() == Exchange::kAllGather || run.kind() == Exchange::kGather;
+    return is_whole ? Piece{a.input, a.bytes} : part_of(a.input, a.bytes, peer);
   }
   WEFT_DEVICE Piece output_of(uint32_t peer) const {
     const ExchangeArgs& a = run.a;
-    if (run.kind() == Exchange::kReduceScatter) return {a.output, a.bytes};
-    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.output, a.bytes, share_units, peer)
-                                              : part_of(a.output, a.bytes, peer);
+    if (has_shares(run.kind())) return share_of_buffer(a.output, a.bytes, share_units, run.share(peer));
+    const bool is_whole = run.kind() == Exchange::kReduceScatter || run.kind() == Exchange::kScatter;
+    return is_whole ? Piece{a.output, a.bytes} : part_of(a.output, a.bytes, peer);
   }
 };
 
@@ -115,27 +115,51 @@ WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice
   }
   for (uint32_t step = 1; step < run.ranks; ++step) {
     const uint32_t peer = run.peer(step);
+    if (!run.sends(run.self, peer)) continue;
     copy_units(run.block, slice.count, sliced(parts.input_for(peer), slice),
                units_of(stage.to(peer), slice.count));
   }
 }
 
-// Keeps what every peer has put `at` units into its area.
+// What of a slice stays on this rank: its own part, or all that a root broadcasts.
 template <class R>
-WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, uint32_t at) {
+WEFT_DEVICE void keep_own(const R& run, const Parts<R>& parts, Slice slice) {
+  if (run.adds() || !run.sends(run.self, run.self)) return;
+  if (run.has_parts()) return copy_own(run, slice, parts.input_for(run.self), parts.output_of(run.self));
+  for (uint32_t step = 1; step < run.ranks; ++step)
+    copy_own(run, slice, parts.input_for(run.peer(step)), parts.output_of(run.peer(step)));
+}
+
+// Keeps what peers have put into their areas: what they sent at first, or what goes on.
+template <class R>
+WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, bool is_on) {
   const R& run = stage.run;
+  const uint32_t at = is_on ? stage.sums_at() : 0;
   for (uint32_t step = 1; step < run.ranks; ++step) {
     const uint32_t peer = run.peer(step);
+    if (!(is_on ? run.sends_on(peer, run.self) : run.sends(peer, run.self))) continue;
     copy_units(run.block, slice.count, units_of(stage.from(peer) + at, slice.count),
                sliced(parts.output_of(peer), slice));
   }
 }
 
-// Adds what every peer has put into its area to this rank's, keeps the sums and calls then(unit, sum).
+// Makes this rank's share of what peers have put into their areas, and calls then(unit, value): of a broadcast
+// what the root put there; else the sums with this rank's own, which are kept where it has an output.
 template <class R, class Then>
-WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, Then then) {
+WEFT_DEVICE void make_share(const Stage<R>& stage, const Parts<R>& parts, Slice slice, Then then) {
   const R& run = stage.run;
   const Piece own = parts.input_for(run.self), into = parts.output_of(run.self);
+  if (has_shares(run.kind()) && !run.owns(run.self)) return;
+  if (run.kind() == Exchange::kBroadcast) {
+    const Vec16* area = stage.from(run.a.root);
+    for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
+      const Vec16 value = load_vec(area + unit);
+      store_unit(into, slice.first + unit, value);
+      then(unit, value);
+    }
+    return;
+  }
+  const bool keeps = run.kind() != Exchange::kReduce || run.is_root();
   const Vec16* areas = stage.from(0);
   const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.stage_units;
   with_combiner(run.shape, [&](auto combiner) {
@@ -144,22 +168,22 @@ WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice 
       const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
         return rank == run.self ? mine : load_vec(areas + rank * stride + unit);
       });
-      store_unit(into, slice.first + unit, sum);
+      if (keeps) store_unit(into, slice.first + unit, sum);
       then(unit, sum);
     }
   });
 }
 
 // Slices of a block, one after the other; slice i is filled while slice i - 1 is emptied. Signal number n
-// says that the slice of its turn is filled (all_reduce: and the sums of the one before). Whoever fills the
+// says that the slice of its turn is filled (where shares go on: and those of the one before). Whoever fills the
 // areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before. Who gives
 // up fills and tells nothing more.
 template <class R>
 WEFT_DEVICE void run_stages(const R& run) {
   const ExchangeArgs& a = run.a;
-  const bool is_all_reduce = run.kind() == Exchange::kAllReduce;
-  const Parts<R> parts{run, share_units_of(a.bytes, run.ranks)};
-  const uint64_t units = is_all_reduce ? parts.share_units : (a.bytes + 15) / 16;
+  const bool goes_on = run.goes_on();
+  const Parts<R> parts{run, share_units_of(a.bytes, run.owners())};
+  const uint64_t units = has_shares(run.kind()) ? parts.share_units : (a.bytes + 15) / 16;
   const uint64_t step = uint64_t{run.block.count()} * a.stage_slice_units;
   const uint64_t start = uint64_t{run.block.index()} * a.stage_slice_units;
   const uint64_t turns = start < units ? (units - start + step - 1) / step : 0;
@@ -172,28 +196,29 @@ WEFT_DEVICE void run_stages(const R& run) {
   const uint64_t first_number = state.stages + 1;
   if (is_void(a.wait, load_gave_up(a.wait))) return;
   if (run.block.rank() == 0) store_release_block(&run.met()->lost, static_cast<uint32_t>(first_number - 1));
-  const uint64_t signals = turns + (is_all_reduce ? 1 : 0);
+  const uint64_t signals = turns + (goes_on ? 1 : 0);
   for (uint64_t turn = 0; turn <= signals; ++turn) {
     const Stage<R> stage{run, first_number + turn}, before{run, first_number + turn - 1};
     if (turn < turns) {
       fill_stages(stage, parts, slice_of(turn));
-      if (run.pushes()) copy_own(run, slice_of(turn), parts.input_for(run.self), parts.output_of(run.self));
+      keep_own(run, parts, slice_of(turn));
     }
-    if (is_all_reduce && turn > 0 && !before.wait()) break;
-    if (is_all_reduce && turn > 0 && turn <= turns)
-      add_stages(before, parts, slice_of(turn - 1), [&](uint32_t unit, const Vec16& sum) {
-        for (uint32_t to = 1; to < run.ranks; ++to)
-          store_vec(stage.to(run.peer(to)) + stage.sums_at() + unit, sum);
+    if (goes_on && turn > 0 && !before.wait()) break;
+    if (goes_on && turn > 0 && turn <= turns)
+      make_share(before, parts, slice_of(turn - 1), [&](uint32_t unit, const Vec16& value) {
+        for (uint32_t step = 1; step < run.ranks; ++step)
+          if (run.sends_on(run.self, run.peer(step)))
+            store_vec(stage.to(run.peer(step)) + stage.sums_at() + unit, value);
       });
     if (turn < signals) stage.publish(turn);
-    if (is_all_reduce) {
-      if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), before.sums_at());
+    if (goes_on) {
+      if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), true);
     } else if (turn > 0) {
       if (!before.wait()) break;
-      if (run.pushes())
-        empty_stages(before, parts, slice_of(turn - 1), 0);
+      if (run.has_parts())
+        empty_stages(before, parts, slice_of(turn - 1), false);
       else
-        add_stages(before, parts, slice_of(turn - 1), [](uint32_t, const Vec16&) {});
+        make_share(before, parts, slice_of(turn - 1), [](uint32_t, const Vec16&) {});
     }
   }
   run.block.sync();

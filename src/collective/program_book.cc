@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'b', 'o', 'o', 'k'};
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 constexpr size_t kBlockWords = sizeof(ProgramBlock) / 4, kStepWords = sizeof(ProgramStep) / 4,
                  kWaitWords = sizeof(ProgramWait) / 4;
 constexpr uint64_t kMaxFileBytes = 256 << 20;
@@ -123,8 +123,8 @@ Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, B
     if (on != machine || of_ranks != ranks) continue;
     const bool is_program = mode == BookMode::kProgram;
     const bool is_known = is_program ? number < numbers.size() && numbers[number] != ~0u
-                                     : mode <= BookMode::kPlaces && collective <= BookCollective::kAllToAll;
-    if (!is_known || collective > BookCollective::kExchange)
+                                     : mode <= BookMode::kPlaces && collective != BookCollective::kExchange;
+    if (!is_known || collective > BookCollective::kScatter)
       return Status::invalid("{}: choice {} is damaged", path, i);
     if (is_program) choice.program = numbers[number];
     book.choices_.push_back(choice);

@@ -29,6 +29,8 @@ enum class BookCollective : uint32_t {
   kBroadcast,      // in place
   kReduce,         // in place; only the root's buffer changes
   kExchange,       // all to all with sizes of their own, given by tables
+  kGather,         // of these, exchanges alone; sizes are those of one part
+  kScatter,
 };
 enum class BookMachine : uint32_t { kCpu = 0, kNvlink };
 

@@ -99,12 +99,15 @@ struct ExchangeCall {
   Reduction reduction;
   std::byte* input;
   std::byte* output;
-  uint64_t part_elems;  // what goes from one rank to another; all_reduce: the whole buffer
+  uint64_t part_elems;  // what goes from one rank to another; all_reduce, broadcast, reduce: the whole buffer
   bool is_one_shot;     // all_reduce: everyone sends everything to everyone
   // kPlaces: in place where all ranks' buffers are aligned and lie in windows, else by stages.
   ExchangeWay way;
   uint32_t num_sms;  // 0: as many as suit the size
   void* stream;
+  // Of broadcast and scatter, whose input is the root's alone, and of reduce and gather, whose output is: what other ranks
+  // pass for it is not looked at.
+  int32_t root = 0;
 };
 
 class CollectiveRunner {
@@ -117,7 +120,8 @@ class CollectiveRunner {
   Result<uint32_t> load(ProgramText text);
   Status run(const RunCall& call);
   // For runners that has_exchanges. Every rank passes the same but for input, output and stream. In place as
-  // in MSCCL, all_to_all not.
+  // in MSCCL, all_to_all not. Errors: kInvalid for a root that is no rank; kUnsupported where some ranks are
+  // reached through ports.
   Status exchange(const ExchangeCall& call);
 
   // What calls that differ in input, output and stream only have in common; those of the call given to plan()

@@ -9,6 +9,33 @@ namespace {
 constexpr char kExchangeFile[] = "kernels/collective/exchange.cuh";
 constexpr const char* kWayNames[] = {"an exchange by lines", "an exchange in place", "an exchange by stages"};
 
+bool reduces(Exchange kind) {
+  return kind == Exchange::kAllReduce || kind == Exchange::kReduceScatter || kind == Exchange::kReduce;
+}
+
+// Bytes that go from one rank to a peer, however they go.
+uint64_t bytes_between(const ExchangeCall& call, const ExchangeArgs& args, uint32_t ranks, bool is_to_root,
+                       bool is_from_root) {
+  const uint64_t shared = args.bytes / exchange_owners(call.kind, ranks);
+  const bool has_owners = args.way != ExchangeWay::kLines && ranks > 2;  // other ranks between root and others
+  switch (call.kind) {
+    case Exchange::kAllReduce:  // in two phases each rank gets its part of the sum, then everyone the own one
+      return call.is_one_shot ? args.bytes : 2 * args.bytes / ranks;
+    case Exchange::kBroadcast:
+      if (has_owners) return is_to_root ? 0 : shared;
+      return is_from_root ? args.bytes : 0;
+    case Exchange::kReduce:
+      if (has_owners) return shared;
+      return is_to_root ? args.bytes : 0;
+    case Exchange::kGather:
+      return is_to_root ? args.bytes : 0;
+    case Exchange::kScatter:
+      return is_from_root ? args.bytes : 0;
+    default:
+      return args.bytes;
+  }
+}
+
 }  // namespace
 
 Status CollectiveRunner::exchange(const ExchangeCall& call) {
@@ -23,7 +50,9 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
     return Status::make(Code::kUnsupported, "exchange: this communicator has none, allowed: programs{}",
                         rings_.has_outbox ? "; " + comm_->why_not_all_mapped() : "");
   const auto ranks = static_cast<uint32_t>(comm_->size());
-  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
+  const bool adds = reduces(call.kind);
+  if (has_root(call.kind) && (call.root < 0 || call.root >= comm_->size()))
+    return Status::invalid("root: got {}, allowed: a rank of {}", call.root, ranks);
   PlannedExchange planned{};
   ExchangeArgs& args = planned.args;
   args.bytes = call.part_elems * element_bytes(call.element);
@@ -39,6 +68,7 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
   args.stage_slice_units = plan.stage_slice_units;
   args.piece_bytes = plan.piece_bytes;
   args.pipe_warps = plan.pipe_warps;
+  args.root = has_root(call.kind) ? static_cast<uint32_t>(call.root) : 0;
   args.digest = CallDigest()
                     .add(static_cast<uint64_t>(call.kind) << 32 | static_cast<uint64_t>(call.element) << 16 |
                          (adds ? static_cast<uint64_t>(call.reduction) : 0))
@@ -46,20 +76,23 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
                     .add(static_cast<uint64_t>(args.way) << 1 | (call.is_one_shot ? 1 : 0))
                     .add(uint64_t{plan.grid.blocks} << 32 | plan.slice_units)
                     .add(uint64_t{plan.stage_slice_units} << 32 | plan.piece_bytes)
+                    .add(args.root)
                     .value();
   CallRecord& record = planned.record;
   record.digest = args.digest;
   record.count = call.part_elems;
   record.element = call.element;
   if (adds) record.reduction = static_cast<int32_t>(call.reduction);
+  if (has_root(call.kind)) record.root = call.root;
   set_name(record, kExchangeNames[static_cast<uint32_t>(call.kind)],
            kWayNames[static_cast<uint32_t>(args.way)]);
   planned.facts = {args.bytes, call.part_elems, static_cast<int32_t>(call.element)};
-  // An all-reduce in two phases sends each rank its part of the sum, then everyone the own one.
-  const bool has_two_phases = call.kind == Exchange::kAllReduce && !call.is_one_shot;
-  const uint64_t each = has_two_phases ? 2 * args.bytes / ranks : args.bytes;
-  for (int peer = 0; peer < comm_->size(); ++peer)
-    if (peer != comm_->rank()) planned.bytes_sent.push_back({peer, each});
+  for (int peer = 0; peer < comm_->size(); ++peer) {
+    if (peer == comm_->rank()) continue;
+    const uint64_t sent =
+        bytes_between(call, args, ranks, peer == call.root, comm_->rank() == call.root);
+    if (sent) planned.bytes_sent.push_back({peer, sent});
+  }
 
   planned.shape = {static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
                    adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
@@ -88,6 +121,11 @@ Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input,
   WEFT_TRY(bring_up_windows());
   ExchangeArgs args = planned.args;
   args.wait = wait_rule();
+  const auto kind = static_cast<Exchange>(planned.shape.exchange);
+  if (has_root(kind) && args.root != static_cast<uint32_t>(comm_->rank())) {
+    const bool is_from_root = kind == Exchange::kBroadcast || kind == Exchange::kScatter;
+    (is_from_root ? input : output) = nullptr;
+  }
   args.input = input;
   args.output = output;
   const bool is_aligned = (reinterpret_cast<uint64_t>(input) | reinterpret_cast<uint64_t>(output)) % 16 == 0;

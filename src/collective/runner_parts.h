@@ -13,8 +13,8 @@
 
 namespace weft {
 
-inline constexpr const char* kExchangeNames[kExchanges] = {"all_reduce", "all_gather", "reduce_scatter",
-                                                           "all_to_all"};
+inline constexpr const char* kExchangeNames[kExchanges] = {
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"};
 constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
 
 // What direct_ holds.

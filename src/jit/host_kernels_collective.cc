@@ -18,7 +18,9 @@ constexpr const char* kExchangeShapes =
     "exchange=0 element=0 reduction=0 ranks=8; exchange=1 element=0 reduction=0 ranks=8; "
     "exchange=2 element=0 reduction=0 ranks=8; exchange=3 element=0 reduction=0 ranks=8; "
     "exchange=0 element=2 reduction=0 ranks=4; exchange=0 element=3 reduction=1 ranks=17; "
-    "exchange=0 element=2 reduction=4 ranks=8; exchange=2 element=3 reduction=4 ranks=8";
+    "exchange=0 element=2 reduction=4 ranks=8; exchange=2 element=3 reduction=4 ranks=8; "
+    "exchange=4 element=0 reduction=0 ranks=8; exchange=5 element=0 reduction=0 ranks=8; "
+    "exchange=6 element=0 reduction=0 ranks=8; exchange=7 element=0 reduction=0 ranks=8";
 
 }  // namespace
 

@@ -19,6 +19,7 @@ constexpr uint32_t kExchangeThreads = 256;
 constexpr uint32_t kLeastSliceUnits = 8;
 // Bulk copies fill the links from few SMs, loads and stores need most (docs/hardware.md).
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
+static_assert(kPipeWarps <= kMostPipeWarps);
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
 constexpr uint64_t kPiecesPerPipe = 4;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
@@ -30,7 +31,14 @@ uint64_t ceil_div(uint64_t a, uint64_t b) {
 }
 
 bool pushes(const ExchangeSize& size) {
-  return size.kind == Exchange::kAllGather || size.kind == Exchange::kAllToAll;
+  return size.kind != Exchange::kAllReduce && size.kind != Exchange::kReduceScatter &&
+         size.kind != Exchange::kReduce;
+}
+
+// Ranks through which a buffer goes in shares; 1: it goes as a whole.
+uint32_t sharers(const ExchangeSize& size) {
+  const bool is_whole = size.kind == Exchange::kAllReduce ? size.is_one_shot : size.way == ExchangeWay::kLines;
+  return !has_shares(size.kind) || is_whole ? 1 : exchange_owners(size.kind, size.ranks);
 }
 
 uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slice,
@@ -73,6 +81,8 @@ RingPlan plan_rings(const RingOptions& options) {
   plan.exchange.done_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
   plan.exchange.stages_at = carver.take(regions / 2 * kStageAreas * options.stage_units * kUnitBytes, 4096);
   plan.exchange.staged_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
+  plan.exchange.spread_at =
+      carver.take(uint64_t{options.exchange_blocks} * kMostPipeWarps * sizeof(uint64_t), 4096);
   plan.end = carver.end();
   return plan;
 }
@@ -111,8 +121,7 @@ ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol prot
 ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layout, uint32_t num_sms,
                            const ComputeLimits& limits) {
   ExchangePlan plan{};
-  uint64_t units = ceil_div(size.bytes, kUnitBytes);
-  if (size.kind == Exchange::kAllReduce && !size.is_one_shot) units = ceil_div(units, size.ranks);
+  const uint64_t units = ceil_div(ceil_div(size.bytes, kUnitBytes), sharers(size));
   const uint64_t wanted = std::max(kLeastSliceUnits, kExchangeThreads / (size.ranks - 1) / 8 * 8);
   plan.grid.blocks = exchange_blocks(size, units, wanted, layout, num_sms, limits);
   plan.grid.threads_per_block = limits.is_cuda ? kExchangeThreads : 1;
@@ -120,10 +129,12 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   plan.slice_units = static_cast<uint32_t>(
       std::min<uint64_t>(layout.region_units, std::max<uint64_t>(fair, kLeastSliceUnits)));
   const uint64_t staged = std::max(ceil_div(fair, kSlicesPerBlock), kLeastStagedUnits);
-  const uint32_t most_staged = layout.stage_units / (size.kind == Exchange::kAllReduce ? 2 : 1);
+  const bool goes_on = has_shares(size.kind) && exchange_owners(size.kind, size.ranks) > 1;
+  const uint32_t most_staged = layout.stage_units / (goes_on ? 2 : 1);
   plan.stage_slice_units = static_cast<uint32_t>(std::min<uint64_t>(staged, most_staged));
   plan.pipe_warps = limits.is_cuda ? kPipeWarps : 1;
-  const uint64_t pushed = size.bytes * (size.kind == Exchange::kAllToAll ? size.ranks : 1);
+  const bool has_parts_out = size.kind == Exchange::kAllToAll || size.kind == Exchange::kScatter;
+  const uint64_t pushed = size.bytes * (has_parts_out ? size.ranks : 1);
   const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * kPiecesPerPipe) / 128 * 128;
   plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);

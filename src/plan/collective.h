@@ -55,7 +55,7 @@ ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol prot
 
 struct ExchangeSize {
   Exchange kind;
-  uint64_t bytes;  // of one part; all_reduce: of the whole buffer
+  uint64_t bytes;  // of one part; kinds with shares: of the whole buffer
   uint32_t ranks;
   bool is_one_shot;
   ExchangeWay way;

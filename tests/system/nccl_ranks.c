@@ -165,6 +165,10 @@ static void reductions(ncclComm_t comm, size_t count, ncclDataType_t type, ncclR
     MUST(memcmp(src, kept, all * bytes) == 0);
     if (rank == root)
       for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, reduced(op, i)));
+    memcpy(dst, src, all * bytes);
+    OK(ncclReduce(dst, dst, all, type, op, root, comm, NULL));
+    for (size_t i = 0; i < all && rank == root; ++i) MUST(is(dst, i, type, reduced(op, i)));
+    MUST(rank == root || memcmp(dst, kept, all * bytes) == 0);
   }
   free(src - shift * bytes), free(dst - shift * bytes), free(kept);
 }
@@ -204,6 +208,16 @@ static void movements(ncclComm_t comm, size_t count, ncclDataType_t type) {
     memset(dst, 7, all * bytes);
     OK(ncclScatter(rank == root ? src : NULL, dst, count, type, root, comm, NULL));
     for (size_t i = 0; i < count; ++i) MUST(is(dst, i, type, value(root, (size_t)rank * count + i)));
+    char* own = rank == root ? dst + (size_t)rank * count * bytes : src; /* in place at the root */
+    memset(dst, 7, all * bytes);
+    if (own != src) memcpy(own, src, count * bytes);
+    OK(ncclGather(own, rank == root ? dst : NULL, count, type, root, comm, NULL));
+    for (int r = 0; r < ranks && rank == root; ++r)
+      for (size_t i = 0; i < count; ++i) MUST(is(dst, (size_t)r * count + i, type, value(r, i)));
+    memcpy(dst, src, all * bytes);
+    own = rank == root ? dst + (size_t)rank * count * bytes : dst;
+    OK(ncclScatter(rank == root ? dst : NULL, own, count, type, root, comm, NULL));
+    for (size_t i = 0; i < count; ++i) MUST(is(own, i, type, value(root, (size_t)rank * count + i)));
   }
   free(src - shift * bytes), free(dst - shift * bytes);
 }
@@ -720,10 +734,15 @@ static float gathered(int p, size_t i, size_t elems) {
 static float exchanged(int p, size_t i, size_t elems) {
   return value_of((int)(i / elems), p * elems + i % elems);
 }
-static float of_last(int p, size_t i, size_t elems) {
-  (void)p, (void)elems;
-  return value_of(kPeers - 1, i);
+static int the_root;
+static float of_root(int p, size_t i, size_t elems) { return (void)p, (void)elems, value_of(the_root, i); }
+static float reduced_at_root(int p, size_t i, size_t elems) {
+  return p == the_root ? sum_of_all(p, i, elems) : -1;
 }
+static float gathered_at_root(int p, size_t i, size_t elems) {
+  return p == the_root ? gathered(p, i, elems) : -1;
+}
+static float scattered(int p, size_t i, size_t elems) { return value_of(the_root, p * elems + i); }
 static float of_previous(int p, size_t i, size_t elems) {
   (void)elems;
   return value_of((p + kPeers - 1) % kPeers, i);
@@ -756,8 +775,16 @@ static void in_one_process_large(void) {
     must_have(gathered, n, all);
     EACH(ncclAlltoAll(sent[p], got[p], n, ncclFloat32, peers[p], NULL));
     must_have(exchanged, n, all);
-    EACH(ncclBroadcast(sent[p], got[p], n, ncclFloat32, kPeers - 1, peers[p], NULL));
-    must_have(of_last, n, n);
+    for (the_root = 0; the_root < kPeers; ++the_root) {
+      EACH(ncclBroadcast(sent[p], got[p], n, ncclFloat32, the_root, peers[p], NULL));
+      must_have(of_root, n, n);
+      EACH(ncclReduce(sent[p], got[p], n, ncclFloat32, ncclSum, the_root, peers[p], NULL));
+      must_have(reduced_at_root, n, n);
+      EACH(ncclGather(sent[p], got[p], n, ncclFloat32, the_root, peers[p], NULL));
+      must_have(gathered_at_root, n, all);
+      EACH(ncclScatter(sent[p], got[p], n, ncclFloat32, the_root, peers[p], NULL));
+      must_have(scattered, n, n);
+    }
     fill_all(all);
     OK(ncclGroupStart());
     for (int p = 0; p < kPeers; ++p) {

@@ -79,9 +79,10 @@ def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
 
 @pytest.fixture(scope="module", params=["LL", "Simple"])
 def exchanges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a program book for CPUs in which exchanges serve the four calls that have them."""
+    """Return a program book for CPUs in which exchanges serve all calls that have them."""
     folder, names = tmp_path_factory.mktemp("book"), ("allreduce", "allgather", "reducescatter", "alltoall")
     steps = ("1step", "allpairs") if request.param == "LL" else ("allpairs",)
+    rooted = ("broadcast", "reduce", "gather", "scatter")
     for ranks in (2, 3, 4, 5):
         rows = [
             {
@@ -94,6 +95,12 @@ def exchanges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             }
             for name in names
             for at, step in enumerate(steps if name == "allreduce" else ("allpairs",))
+        ] + [
+            {
+                **{"collective": name, "ranks": ranks, "max_bytes": None, "algorithm": f"{name}_flat"},
+                **{"protocol": request.param, "mode": "exchange"},
+            }
+            for name in rooted
         ]
         write_table(folder / table_name("cpu", "test", ranks), "test", rows)
     write_book(folder / "exchanges.book", [Part("cpu", ranks, "test", folder) for ranks in (2, 3, 4, 5)])

@@ -5,7 +5,8 @@
 
 Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/0007-program-book.md has
 the reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else
-from the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers
+from the cost model; an exchange is a row without a program. A gather or scatter that no exchange serves has no row:
+its caller sends messages. Programs with a root are for root 0: the reader renumbers
 ranks.
 """
 
@@ -28,7 +29,7 @@ from weft.collectives.verifier import verify
 from weft.errors import Error
 
 MAGIC = b"weftbook"
-VERSION = 4
+VERSION = 5
 _MACHINES = {"cpu": 0, "nvlink": 1}
 # Collective, its number in src/collective/program_book.h, and whether its programs work in place.
 _SERVED = (
@@ -39,7 +40,10 @@ _SERVED = (
     ("broadcast", 4, True),
     ("reduce", 5, True),
     ("alltoallv", 6, False),
+    ("gather", 7, False),
+    ("scatter", 8, False),
 )
+_BY_EXCHANGE_ALONE = ("gather", "scatter")
 _REDUCED = ("allreduce", "reducescatter", "reduce")
 _MAY_ALIAS = ("reducescatter",)  # whose in-place calls the out-of-place programs serve, too
 _SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
@@ -61,7 +65,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Which choice serves a collective up to a size of the whole buffer, in bytes."""
+    """Which choice serves a collective up to a size of the whole buffer, in bytes; of one part of gather and scatter."""
 
     machine: int
     ranks: int
@@ -115,6 +119,8 @@ def _rows(part: Part) -> Iterator[Row]:
         chosen = [(size, selector.choose(collective, size, inplace)) for size in sizes]
         for (size, choice), (later, next_choice) in zip(chosen, [*chosen[1:], (0, None)], strict=True):
             if next_choice == choice:
+                continue
+            if choice.mode == PROGRAM and collective in _BY_EXCHANGE_ALONE:
                 continue
             if choice.mode == PROGRAM:
                 _check(collective, choice.algorithm)

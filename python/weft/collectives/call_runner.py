@@ -197,10 +197,12 @@ class CallRunner:
         num_bytes = total_elems * tensor.element_size()
         choice = self._choose(collective, num_bytes, root, inplace, algorithm)
         given = tensor
-        if collective == "reduce" and self.rank != root and self._memory.writes_buffers(choice.algorithm):
+        is_exchange = choice.way is not None
+        is_unasked = collective == "reduce" and self.rank != root  # its buffer stays as it is
+        if is_unasked and not is_exchange and self._memory.writes_buffers(choice.algorithm):
             tensor = out = tensor.clone()
         target = out
-        if not (inplace or choice.algorithm.outofplace or choice.way is not None):
+        if not (inplace or choice.algorithm.outofplace or is_exchange):
             tensor, target = self._memory.joined(collective, tensor, out, choice.algorithm)
         elif not (inplace and choice.algorithm.inplace):
             tensor, target = self._memory.apart(collective, tensor, out, root, choice.algorithm)
@@ -216,7 +218,7 @@ class CallRunner:
             choice.mode == COMPILED,
         )
         if choice.way is not None:
-            planned = self._executor.plan_exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
+            planned = self._executor.plan_exchange(EXCHANGES[choice.algorithm.name], call, choice.way, root)
         else:
             planned = self._executor.plan(self._load(choice.algorithm), call)
         spans.run(CALL_NAMES.get(collective, collective), planned.run, call.input, call.output, call.stream)

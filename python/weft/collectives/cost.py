@@ -121,17 +121,33 @@ _EXCHANGE_COSTS = {
     ("reducescatter_allpairs", PLACES): (7.4, 300.0),
     ("alltoall_allpairs", LINES): (4.2, 115.0),
     ("alltoall_allpairs", PLACES): (8.5, 325.0),
+    # Not measured: those of the symmetric calls that move data in the same manner, bulk copies or loads.
+    ("broadcast_flat", LINES): (4.3, 115.0),
+    ("broadcast_flat", PLACES): (8.4, 325.0),
+    ("reduce_flat", LINES): (4.2, 115.0),
+    ("reduce_flat", PLACES): (7.4, 300.0),
+    ("gather_flat", LINES): (4.3, 115.0),
+    ("gather_flat", PLACES): (8.4, 325.0),
+    ("scatter_flat", LINES): (4.2, 115.0),
+    ("scatter_flat", PLACES): (8.5, 325.0),
 }
 
 
 def predict_exchange_us(algorithm: Algorithm, way: int, num_bytes: int) -> float:
     """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, going that way."""
     least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, way]
-    return least_us + sent_bytes(algorithm.name, algorithm.num_ranks, num_bytes) / (sent_gbs * 1e3)
+    return least_us + sent_bytes(algorithm.name, algorithm.num_ranks, num_bytes, way) / (sent_gbs * 1e3)
 
 
-def sent_bytes(name: str, ranks: int, num_bytes: int) -> float:
-    """Return what each rank sends in the exchange that does algorithm ``name`` over ``num_bytes`` of buffer."""
+def sent_bytes(name: str, ranks: int, num_bytes: int, way: int = PLACES) -> float:
+    """Return what the busiest rank sends, or gets, in the exchange that does algorithm ``name``.
+
+    ``num_bytes``: of the algorithm's buffer, which is one part of a gather or scatter.
+    """
+    if name in ("broadcast_flat", "reduce_flat"):  # in shares, but for lines, from or to the root
+        return num_bytes * (ranks - 1 if way == LINES else 1)
+    if name in ("gather_flat", "scatter_flat"):
+        return num_bytes * (ranks - 1)
     share = num_bytes * (ranks - 1) / ranks
     return share * {"allreduce_1step": ranks, "allreduce_allpairs": 2}.get(name, 1)
 

@@ -25,4 +25,8 @@ EXCHANGES = {
     "allgather_allpairs": Exchange(1),
     "reducescatter_allpairs": Exchange(2),
     "alltoall_allpairs": Exchange(3),
+    "broadcast_flat": Exchange(4),
+    "reduce_flat": Exchange(5),
+    "gather_flat": Exchange(6),
+    "scatter_flat": Exchange(7),
 }

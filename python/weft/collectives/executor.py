@@ -190,19 +190,21 @@ class Executor:
         if refusal:
             raise invalid("part_elems", f"{num_bytes} bytes in all", f"{program.algorithm.name}: {refusal}")
 
-    def plan_exchange(self, kind: Exchange, call: Call, way: int) -> Any:
+    def plan_exchange(self, kind: Exchange, call: Call, way: int, root: int = 0) -> Any:
         """Return what runs calls of a collective as one kernel, with sums in the order of ranks; otherwise as plan().
 
         Args:
-            call: ``part_elems`` is what goes from one rank to another, the whole buffer of an all_reduce; not
-                ``compiled``, no ``slice_bytes``.
+            call: ``part_elems`` is what goes from one rank to another, the whole buffer of all_reduce, broadcast and
+                reduce; not ``compiled``, no ``slice_bytes``.
             way: LINES: values travel beside flags, with the least latency and twice the bytes. PLACES: ranks use each
                 other's buffers in place where all lie in windows, else as STAGES: through staging areas, with one more
                 local copy, wherever the buffers lie. The same on all ranks, as is ``num_sms``.
+            root: of what has one. Other ranks' input of broadcast and scatter, and output of reduce and gather, is not
+                looked at.
         """
         return self._runner.plan_exchange(
             *(kind.number, call.element, call.reduction, call.part_elems),
-            *(kind.is_one_shot, way, call.num_sms),
+            *(kind.is_one_shot, way, call.num_sms, root),
         )
 
     def run_with_sizes(

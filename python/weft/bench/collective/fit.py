@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from weft.collectives.cost import MACHINES, Machine, predict_us, sent_bytes
+from weft.collectives.exchanges import LINES, PLACES
 from weft.collectives.ir import Algorithm
 from weft.collectives.variants import VARIANTS
 from weft.errors import Error
@@ -71,7 +72,11 @@ def fit(rows: Iterable[dict[str, Any]]) -> list[Fit]:
 
 
 def _fit_one(name: str, protocol: str, cells: dict[tuple[int, int], float]) -> Fit:
-    sent = np.array([sent_bytes(name, ranks, num_bytes) for ranks, num_bytes in cells])
+    has_parts = name in ("gather_flat", "scatter_flat")  # of which results have the bytes of all
+    way = LINES if protocol == "LL" else PLACES
+    sent = np.array(
+        [sent_bytes(name, ranks, all_bytes // (ranks if has_parts else 1), way) for ranks, all_bytes in cells]
+    )
     us = np.array(list(cells.values()))
     columns = np.stack([1 / us, sent / us], axis=1)
     (least_us, us_per_byte), *_ = np.linalg.lstsq(columns, np.ones(len(us)), rcond=None)

@@ -277,7 +277,8 @@ const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
   const auto kind = weft::nccl::exchange_of(o.function);
   if (!kind) return nullptr;
   const bool has_root = weft::has_root(kind->kind);
-  const uint64_t parts = kind->kind == weft::Exchange::kAllReduce || has_root ? 1 : static_cast<uint64_t>(size_);
+  const uint64_t parts =
+      kind->kind == weft::Exchange::kAllReduce || has_root ? 1 : static_cast<uint64_t>(size_);
   const weft::BookChoice* choice =
       book_->choose(kind->collective, o.count * parts * weft::nccl::bytes_of(o.type));
   return choice && choice->mode != weft::BookMode::kProgram ? choice : nullptr;
@@ -286,11 +287,11 @@ const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
 Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Operation& o,
                                                                         const weft::BookChoice& choice) {
   const bool is_in_place = choice.mode == weft::BookMode::kPlaces;
-  return collectives_->plan(
-      {weft::nccl::exchange_of(o.function)->kind, weft::nccl::element_of(o.type),
-       weft::nccl::reduction_of(o.op), nullptr, nullptr, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
-       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, nullptr,
-       o.peer});
+  return collectives_->plan({weft::nccl::exchange_of(o.function)->kind, weft::nccl::element_of(o.type),
+                             weft::nccl::reduction_of(o.op), nullptr, nullptr, o.count,
+                             choice.mode == weft::BookMode::kLinesAtOnce,
+                             is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines,
+                             choice.num_sms, nullptr, o.peer});
 }
 
 // One rank: every collective is a copy.

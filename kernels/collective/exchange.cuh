@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// exchange.cuh: all_reduce, all_gather, reduce_scatter and all_to_all where every rank maps every other, each
-// as one kernel without steps to decode. Three ways:
+// exchange.cuh: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather and scatter where
+// every rank maps every other, each as one kernel without steps to decode. Three ways:
 //   lines   every value travels beside its flag into the receiver's inbox, which needs no hand-shake and no
 //           fence; on the critical path are one look at the block's counter and one trip to the peer
 //           (all_reduce of larger buffers: two trips). The least latency; twice the bytes.
-//   places  ranks tell each other where their buffers are; then all_gather and all_to_all push straight into
-//           the peers' outputs by bulk copies, reduce_scatter and all_reduce read the peers' inputs, add in
-//           registers and write straight into the outputs. Every byte crosses a link once (all_reduce:
-//           twice). Two trips more than lines. Where some rank's buffers are in no window, all ranks see it
-//           and take stages instead.
+//   places  ranks tell each other where their buffers are; then what moves is pushed straight into the peers'
+//           outputs by bulk copies (exchange_push.cuh), and what adds reads the peers' inputs, adds in
+//           registers and writes straight into the outputs. Every byte crosses a link once (all_reduce and,
+//           on more than two ranks, broadcast and reduce: twice, but the root's link once). Two trips more
+//           than lines. Where some rank's buffers are in no window, all ranks see it and take stages instead.
 //   stages  the data goes in slices through staging areas of the receivers' windows, one signal for each
-//           slice: every byte crosses a link once (all_reduce: twice), and is copied once more where it
+//           slice: every byte crosses links as often as with places, and is copied once more where it
 //           arrives, while the next slice is under way. No byte of the buffers is touched by a peer, so they
 //           may lie anywhere and have any alignment.
 // Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, descriptors, signals of

@@ -86,7 +86,7 @@ inline constexpr uint32_t kSlicesShown = 3;
 struct ExchangeArgs {
   std::byte* input;
   std::byte* output;
-  uint64_t bytes;        // of one part: what goes from one rank to another; kinds with shares: the whole buffer
+  uint64_t bytes;  // of one part: what goes from one rank to another; kinds with shares: the whole buffer
   uint32_t slice_units;  // 16-byte units of a part that a block sends in one round, at most region_units
   uint32_t stage_slice_units;  // the same by stages: at most stage_units, where sums follow half of them
   uint32_t piece_bytes;        // of a bulk copy
@@ -95,7 +95,7 @@ struct ExchangeArgs {
   ExchangeWay way;             // kPlaces where not all ranks' buffers lie in windows: kStages
   uint32_t digest;             // of the call
   uint32_t root;               // of kinds that have one
-  uint64_t places[2];                // of input and output, as in a descriptor
+  uint64_t places[2];          // of input and output, as in a descriptor
   std::byte* const* own_windows[2];  // the tables of the windows that hold them; null: in none
   std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it
   ExchangeState* states;             // [layout.blocks]

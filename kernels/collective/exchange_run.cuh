@@ -46,7 +46,8 @@ struct Run {
   }
   WEFT_DEVICE bool is_root() const { return self == a.root; }
   WEFT_DEVICE bool adds() const {
-    return kind() == Exchange::kAllReduce || kind() == Exchange::kReduceScatter || kind() == Exchange::kReduce;
+    return kind() == Exchange::kAllReduce || kind() == Exchange::kReduceScatter ||
+           kind() == Exchange::kReduce;
   }
   // Kinds whose parts go from one rank to another as they are.
   WEFT_DEVICE bool has_parts() const { return !has_shares(kind()) && kind() != Exchange::kReduceScatter; }

@@ -157,10 +157,11 @@ void bind_collective(nb::module_& module) {
           [](CollectiveRunner& self, uint32_t kind, uint32_t element, uint32_t reduction, uint64_t part_elems,
              bool is_one_shot, uint32_t way, uint32_t num_sms, int32_t root) {
             nb::gil_scoped_release no_gil;
-            return ExchangeCalls{&self, value_or_throw(self.plan(ExchangeCall{
-                                            static_cast<Exchange>(kind), static_cast<Element>(element),
-                                            static_cast<Reduction>(reduction), nullptr, nullptr, part_elems,
-                                            is_one_shot, static_cast<ExchangeWay>(way), num_sms, nullptr, root}))};
+            return ExchangeCalls{
+                &self, value_or_throw(self.plan(ExchangeCall{
+                           static_cast<Exchange>(kind), static_cast<Element>(element),
+                           static_cast<Reduction>(reduction), nullptr, nullptr, part_elems, is_one_shot,
+                           static_cast<ExchangeWay>(way), num_sms, nullptr, root}))};
           },
           nb::keep_alive<0, 1>(), "kind"_a, "element"_a, "reduction"_a, "part_elems"_a, "is_one_shot"_a,
           "way"_a, "num_sms"_a, "root"_a = 0)

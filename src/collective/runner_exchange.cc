@@ -17,7 +17,8 @@ bool reduces(Exchange kind) {
 uint64_t bytes_between(const ExchangeCall& call, const ExchangeArgs& args, uint32_t ranks, bool is_to_root,
                        bool is_from_root) {
   const uint64_t shared = args.bytes / exchange_owners(call.kind, ranks);
-  const bool has_owners = args.way != ExchangeWay::kLines && ranks > 2;  // other ranks between root and others
+  const bool has_owners =
+      args.way != ExchangeWay::kLines && ranks > 2;  // other ranks between root and others
   switch (call.kind) {
     case Exchange::kAllReduce:  // in two phases each rank gets its part of the sum, then everyone the own one
       return call.is_one_shot ? args.bytes : 2 * args.bytes / ranks;
@@ -89,8 +90,7 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
   planned.facts = {args.bytes, call.part_elems, static_cast<int32_t>(call.element)};
   for (int peer = 0; peer < comm_->size(); ++peer) {
     if (peer == comm_->rank()) continue;
-    const uint64_t sent =
-        bytes_between(call, args, ranks, peer == call.root, comm_->rank() == call.root);
+    const uint64_t sent = bytes_between(call, args, ranks, peer == call.root, comm_->rank() == call.root);
     if (sent) planned.bytes_sent.push_back({peer, sent});
   }
 

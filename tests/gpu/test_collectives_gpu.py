@@ -131,6 +131,28 @@ def _exchanges(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> Non
             same(scattered, parts.sum(0)[me : me + 1])
             swapped = place(torch.zeros(n, elems))
             same(call.all_to_all(given, out=swapped, algorithm=choice("alltoall_allpairs")), parts[:, me])
+            for root in {0, n - 1}:
+
+                def rooted(name: str, inplace: bool = False, way: str = way, root: int = root) -> Choice:
+                    return parse_variant(f"{name}_flat {way}").choice(n, inplace, root)
+
+                held = place(own)
+                same(call.broadcast(held, root, algorithm=rooted("broadcast", True)), everyone[root])
+                held.copy_(own)
+                same(
+                    call.reduce(held, root, algorithm=rooted("reduce", True)),
+                    everyone.sum(0) if me == root else own,
+                )
+                held.copy_(own)
+                into = gathered.zero_() if me == root else None
+                call.gather(held, root, out=into, algorithm=rooted("gather"))
+                if into is not None:
+                    same(into, everyone)
+                given_out = held if me == root else None
+                same(
+                    call.scatter(given_out, part[0], root, algorithm=rooted("scatter")),
+                    parts[root, me],
+                )
         at_once = parse_variant("allreduce_1step LL exchange").choice(n, True)
         assert torch.equal(call.all_reduce(place(own), algorithm=at_once).cpu(), everyone.sum(0)), elems
 
@@ -229,6 +251,7 @@ def _graph(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
         tensor = place(torch.zeros(n, elems))
         total, gathered = place(torch.zeros(n, elems)), place(torch.zeros(n, n, elems))
         part, swapped = place(torch.zeros(1, elems)), place(torch.zeros(n, elems))
+        sent, rooted_sum, own_part = (place(torch.zeros(n, elems)) for _ in range(3))
 
         def step(
             tensor: torch.Tensor = tensor,
@@ -236,11 +259,17 @@ def _graph(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
             gathered: torch.Tensor = gathered,
             part: torch.Tensor = part,
             swapped: torch.Tensor = swapped,
+            sent: torch.Tensor = sent,
+            rooted_sum: torch.Tensor = rooted_sum,
+            own_part: torch.Tensor = own_part,
         ) -> None:
             call.all_reduce(tensor, out=total)
             call.all_gather(tensor, out=gathered)
             call.reduce_scatter(tensor, out=part)
             call.all_to_all(tensor, out=swapped)
+            call.broadcast(sent.copy_(tensor), n - 1)
+            call.reduce(rooted_sum.copy_(tensor), n - 1)
+            call.scatter(tensor if me == 0 else None, own_part[me], 0)
 
         step()
         torch.cuda.synchronize()
@@ -259,6 +288,9 @@ def _graph(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
             assert torch.equal(gathered.cpu(), everyone)
             assert torch.equal(part.cpu(), everyone.sum(0)[me : me + 1])
             assert torch.equal(swapped.cpu(), everyone[:, me])
+            assert torch.equal(sent.cpu(), everyone[-1])
+            assert torch.equal(rooted_sum.cpu(), everyone.sum(0) if me == n - 1 else everyone[me])
+            assert torch.equal(own_part[me].cpu(), everyone[0, me])
             comm.barrier()  # nobody overwrites its input before all have compared
 
 

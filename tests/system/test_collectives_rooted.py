@@ -224,7 +224,11 @@ def _in_step(rank: Rank) -> None:
     calls = Rooted(rank, _in_window)
     chance = random.Random(11)
     elems, plans = (3, 1004, 9000, 40_000), []
-    symmetric = [("allgather_allpairs", LINES), ("allreduce_allpairs", PLACES), ("allreduce_allpairs", STAGES)]
+    symmetric = [
+        ("allgather_allpairs", LINES),
+        ("allreduce_allpairs", PLACES),
+        ("allreduce_allpairs", STAGES),
+    ]
     for _ in range(40):
         name, count, root = chance.choice(NAMES), chance.choice(elems), chance.randrange(rank.size)
         case = calls.case(name, count, root, chance.random() < 0.5, torch.float32, _sum)

@@ -16,6 +16,7 @@ import pytest
 
 from weft.collectives.book import Part, write_book
 from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
+from weft.collectives.exchanges import LINES, PLACES
 from weft.collectives.library import build
 from weft.collectives.selector import Selector, read_algorithms
 from weft.collectives.tune import table_rows
@@ -197,18 +198,44 @@ def test_over_nvlink_the_choice_is_near_the_best_that_was_measured(call: str) ->
 
 
 def test_a_book_has_the_exchanges_that_the_selector_chooses(tmp_path: Path) -> None:
-    """Rows: machine, ranks, collective, mode, program, slice, SMs, limit. Two ranks: no program for four calls."""
+    """Rows: machine, ranks, collective, mode, program, slice, SMs, limit. Two ranks: programs for messages alone."""
     write_book(tmp_path / "b", [Part("nvlink", 2)])
     words = memoryview((tmp_path / "b").read_bytes()[8:]).cast("I")
     rows = [tuple(words[at : at + 9]) for at in range(len(words) - 9 * words[5], len(words), 9)]
     selector = Selector(2, "nvlink")
     modes = {"allreduce_1step LL": 1, "allreduce_allpairs LL": 2, "allgather_allpairs LL": 2}
-    for number, collective in enumerate(("allreduce", "allgather")):
+    rooted = {"broadcast": 4, "reduce": 5, "gather": 7, "scatter": 8}
+    modes |= {f"{collective}_flat LL": 2 for collective in rooted}
+    for collective, number in {"allreduce": 0, "allgather": 1, **rooted}.items():
         for num_bytes in (1 << 10, 40 << 10, 300 << 10, 1 << 20, 16 << 20):
-            choice = selector.choose(collective, num_bytes, inplace=True)
+            choice = selector.choose(collective, num_bytes, inplace=collective not in ("gather", "scatter"))
             row = next(row for row in rows if row[2] == number and num_bytes <= row[7] | row[8] << 32)
             assert row[3] == modes.get(f"{choice.algorithm.name} {choice.algorithm.protocol}", 3), num_bytes
-    assert all(row[4] == 0xFFFFFFFF for row in rows if row[2] <= 3)
+    assert all(row[4] == 0xFFFFFFFF for row in rows if row[2] != 6)
+
+
+def test_a_book_of_cpus_leaves_gather_and_scatter_to_messages(tmp_path: Path) -> None:
+    write_book(tmp_path / "b", [Part("cpu", 2)])
+    words = memoryview((tmp_path / "b").read_bytes()[8:]).cast("I")
+    collectives = [words[at + 2] for at in range(len(words) - 9 * words[5], len(words), 9)]
+    assert {0, 4, 5, 6} <= {*collectives} and not {7, 8} & {*collectives}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "scatter"])
+def test_over_nvlink_calls_with_a_root_are_exchanges(collective: str, ranks: int) -> None:
+    selector = Selector(ranks, "nvlink")
+    sizes = [1 << exponent for exponent in range(4, 27)]
+    chosen = [
+        selector.choose(collective, size, inplace=collective in ("broadcast", "reduce")) for size in sizes
+    ]
+    assert {choice.mode for choice in chosen} == {"exchange"}
+    ways = [choice.way for choice in chosen]
+    assert ways == sorted(ways) and {*ways} == {LINES, PLACES}
+    assert (
+        Selector(ranks, "cpu").choose(collective, 4096, collective in ("broadcast", "reduce")).mode
+        == "program"
+    )
 
 
 def test_programs_are_written_drawn_and_put_into_books_without_the_extension(tmp_path: Path) -> None:

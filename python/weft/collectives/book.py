@@ -65,7 +65,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Which choice serves a collective up to a size of the whole buffer, in bytes; of one part of gather and scatter."""
+    """Which choice serves a collective up to a size of the whole buffer, in bytes; gather and scatter: of one part."""
 
     machine: int
     ranks: int

@@ -2,10 +2,11 @@
 """The cost model: how long an algorithm should take on a machine, by playing its steps on a clock.
 
 A message takes the link's latency plus its bytes over the link's bandwidth; a block does one thing at a time; all
-messages out of a rank share its egress; slices of a chunk overlap. Where ranks read each other's memory (the CPU), a
-message that may be referred to costs its sender nothing but the notice (``weft.collectives.direct``); on GPUs that
-depends on where the buffers are, which ranks need not agree on, so messages are taken to go through their slots.
-Between nodes (``Machine.per_node``) nothing is referred to, and a byte costs both ends the work of the network.
+messages out of a rank share its egress, and on GPUs all into a rank its ingress; slices of a chunk overlap. Where
+ranks read each other's memory (the CPU), a message that may be referred to costs its sender nothing but the notice
+(``weft.collectives.direct``); on GPUs that depends on where the buffers are, which ranks need not agree on, so
+messages are taken to go through their slots. Between nodes (``Machine.per_node``) nothing is referred to, and a byte
+costs both ends the work of the network.
 The model ranks candidates that nobody has measured, and feeds ``weft show``; measurement decides.
 """
 
@@ -218,6 +219,8 @@ class _Clock:
         self._port_us = piece / (machine.port_gbs * 1e3)
         self._egress = [0.0] * algorithm.num_ranks
         self._sent_us = [0.0] * algorithm.num_ranks
+        self._ingress = [0.0] * algorithm.num_ranks
+        self._came_us = [0.0] * algorithm.num_ranks
         self._thread = [0.0] * algorithm.num_ranks
         self._worked_us = [0.0] * algorithm.num_ranks
         connections: dict[tuple[int, int, int], _Connection] = defaultdict(_Connection)
@@ -253,7 +256,7 @@ class _Clock:
     def busiest_us(self) -> float:
         """Return how long the busiest block, rank's egress or rank's only thread works on one slice."""
         busy = (block.busy_us for block in self._blocks)
-        return max([*busy, *self._sent_us, *self._worked_us], default=0.0)
+        return max([*busy, *self._sent_us, *self._came_us, *self._worked_us], default=0.0)
 
     def _try(self, block: _BlockState, step: Step) -> Event | None:
         at = len(block.ends)
@@ -280,13 +283,18 @@ class _Clock:
             self._worked_us[block.rank] += work_us
         end = ready + work_us
         if step.op.sends:
+            came = 0.0
             if not is_referred:
                 link_us = step.count * self._link_us
                 self._sent_us[block.rank] += link_us
                 self._egress[block.rank] = max(self._egress[block.rank], ready) + link_us
                 end = max(end, self._egress[block.rank])
+                if not self._machine.one_thread:
+                    starts = max(self._ingress[block.to], self._egress[block.rank] - link_us)
+                    came = self._ingress[block.to] = starts + link_us
+                    self._came_us[block.to] += link_us
             travels_us = self._machine.port_message_us if to_port else self._machine.message_us
-            block.out.messages.append((end + travels_us + self._sync, depth + 1))
+            block.out.messages.append((max(end, came) + travels_us + self._sync, depth + 1))
         block.busy_us += end - ready
         block.ends.append(end)
         block.depths.append(depth + 1)

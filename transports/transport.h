@@ -155,9 +155,6 @@ class Link {
   // kernels call it while they wait. Never waits; true: something came of it. Threads: any.
   virtual bool help() { return false; }
 
-  // Why no CUDA graph may capture calls through it; empty: one may.
-  virtual std::string why_no_graphs() const { return ""; }
-
   // ok while every peer is there: else who was lost, where, expected and seen. fault(): the same, but a peer that is
   // lost is none: what kernels asked for could not be handed over.
   virtual Status status() { return {}; }

@@ -32,15 +32,6 @@ class Helping {
   const HostHelp outer_;
 };
 
-Status check_capture(const Link& ports, Device device, void* stream) {
-  const std::string why = ports.why_no_graphs();
-  if (why.empty()) return {};
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device, stream));
-  return is_captured ? Status::make(Code::kUnsupported,
-                                    "a call while a CUDA graph is captured, allowed: outside: {}", why)
-                     : Status();
-}
-
 }  // namespace
 
 Result<ComputeLimits> compute_limits(const Communicator& comm) {
@@ -92,7 +83,6 @@ Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& 
     return !ports ? Status() : losses == Losses::kAreErrors ? comm.port_status() : ports->fault();
   };
   WEFT_TRY(status());
-  if (ports) WEFT_TRY(check_capture(*ports, comm.device(), how.stream));
   window.used();
   const Helping helping(window.communicator()->device().is_host() ? ports : nullptr);
   const MeshPart& mesh = window.mesh();

@@ -21,7 +21,9 @@ constexpr uint32_t kLeastSliceUnits = 8;
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
 static_assert(kPipeWarps <= kMostPipeWarps);
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
-constexpr uint64_t kPiecesPerPipe = 4;
+// Few, as each costs a trip of its own; of a broadcast that goes on from rank to rank, so many for each owner that the
+// last ones, which nothing overlaps, count little.
+constexpr uint64_t kPiecesPerPipe = 4, kRoundsPerPipe = 16;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
@@ -136,7 +138,8 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   plan.pipe_warps = limits.is_cuda ? kPipeWarps : 1;
   const bool has_parts_out = size.kind == Exchange::kAllToAll || size.kind == Exchange::kScatter;
   const uint64_t pushed = size.bytes * (has_parts_out ? size.ranks : 1);
-  const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * kPiecesPerPipe) / 128 * 128;
+  const uint64_t pieces = goes_on ? kRoundsPerPipe * exchange_owners(size.kind, size.ranks) : kPiecesPerPipe;
+  const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * pieces) / 128 * 128;
   plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
   if (size.way == ExchangeWay::kPlaces && pushes(size) && limits.is_cuda)

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_high_throughput_gpu as high_throughput
 import test_low_latency_gpu as low_latency
 import test_ports_gpu as ports
 import test_transports_gpu as transports
 import torch
-from gpu_ranks import run_on_gpus, why_no_ports
+from gpu_ranks import num_ranks_here, run_on_gpus, why_no_ports
 
 import weft
 from weft import _core
@@ -36,31 +35,36 @@ TIMEOUT_S = 30.0
 SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
 
 
-def _as_a_node(
+# Ranks, and how many make a node.
+PLACES = [(2, 1), (4, 2)][: num_ranks_here() // 2 or 1]
+
+
+def _on_its_node(
     rank: Rank, function: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, str]
 ) -> Any:
-    if not os.environ.get("GIN_SAME_HOST"):
-        os.environ["NCCL_HOSTID"] = f"node{rank.rank}"  # for NCCL, ranks are on different machines
+    if not os.environ.get("GIN_SAME_HOST"):  # for NCCL, nodes are different machines
+        os.environ["NCCL_HOSTID"] = f"node{rank.rank // int(settings['WEFT_RANKS_PER_NODE'])}"
     os.environ.update(settings)
     _core.config_reload()
+    ports._comm = _comm  # whose windows lie in NCCL's memory
     return function(rank, *args)
 
 
-def _run(function: Callable[..., Any], *args: Any, **settings: str) -> list[Any]:
+def _run(function: Callable[..., Any], *args: Any, place: tuple[int, int] = (2, 1), **more: str) -> list[Any]:
     begin = time.monotonic()
-    results = run_on_gpus(2, _as_a_node, function, args, settings, deadline_s=DEADLINE_S)
-    print(f"{getattr(function, '__name__', function)}: {time.monotonic() - begin:.1f} s")
+    settings = {"WEFT_RANKS_PER_NODE": str(place[1])} | more
+    results = run_on_gpus(place[0], _on_its_node, function, args, settings, deadline_s=DEADLINE_S)
+    print(f"{getattr(function, '__name__', function)} {place}: {time.monotonic() - begin:.1f} s")
     return results
 
 
 @pytest.fixture(autouse=True)
 def _gin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes of one rank, joined by NCCL alone."""
+    """Nodes that NCCL alone joins."""
     if why := why_no_ports("nccl"):
         pytest.skip(f"nccl: {why}")
     settings = {
         "WEFT_TRANSPORT": "nccl",
-        "WEFT_RANKS_PER_NODE": "1",
         "WEFT_WINDOW_BYTES": str(256 << 20),
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MNNVL_ENABLE": "0",
@@ -77,7 +81,7 @@ def _gin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _comm(rank: Rank) -> weft.Communicator:
     device = torch.device("cuda", torch.cuda.current_device())
     comm = weft.Communicator(rank.group, device=device, timeout_s=TIMEOUT_S)
-    assert comm.transport_to(1 - rank.rank) == "nccl"
+    assert comm.transport_to((rank.rank + rank.size // 2) % rank.size) == "nccl"
     assert comm.core.sharing == "memory of the transport"
     assert "through nccl" in comm.core.why_not_all_mapped
     return comm
@@ -112,35 +116,23 @@ def test_how_long_a_signal_takes() -> None:
     print("one way, us:", _run(_latency)[0])
 
 
-def _collectives(rank: Rank, body: str, *args: Any) -> None:
-    ports._comm = _comm  # whose windows lie in NCCL's memory
-    getattr(ports, body)(rank, *args)
-
-
-def test_every_collective_agrees_with_torch() -> None:
-    _run(_collectives, "_collectives")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_collective_agrees_with_torch(place: tuple[int, int]) -> None:
+    _run(ports._collectives, place=place)
 
 
 def test_many_calls_in_a_row() -> None:
-    _run(_collectives, "_calls_in_a_row", WEFT_NCCL_RECORDS="64")
+    _run(ports._calls_in_a_row, WEFT_NCCL_RECORDS="64")
 
 
-def _capture(rank: Rank) -> None:
-    comm = _comm(rank)
-    values = torch.ones(100, device="cuda")
-    comm.all_reduce(values)
-    with (
-        pytest.raises(Error, match="while a CUDA graph is captured"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        comm.all_reduce(values)
-    comm.all_reduce(values)
-    assert (values == rank.size**2).all()
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_captured_graph_replays(place: tuple[int, int]) -> None:
+    _run(ports._replays, 100, place=place)
 
 
-def test_a_graph_is_refused() -> None:
-    """Replays failed (decision 56): who works on that lets them pass ``why_no_graphs`` of the link."""
-    _run(_capture)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_low_latency_graphs_replay(place: tuple[int, int]) -> None:
+    _run(ports._replayed_round_trips, 50, place=place)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 1536, 8, 8)], ids=str)
@@ -148,13 +140,18 @@ def test_low_latency_rows_go_out_and_come_back(shape: tuple[int, int, int, int])
     _run(low_latency._check_shape, shape)
 
 
-def _high_throughput(rank: Rank) -> None:
-    for shape in (*SHAPES, (256, 1536, 4, 8)):
-        high_throughput._check_shape(rank, *shape)
+def _low_latency_of_nodes(rank: Rank) -> None:
+    low_latency._check_shape(rank, (64, 1536, 8, 8))
 
 
-def test_high_throughput_rows_go_out_and_come_back() -> None:
-    _run(_high_throughput)
+@pytest.mark.parametrize("place", PLACES[1:], ids=str)
+def test_low_latency_rows_go_out_and_come_back_over_nodes(place: tuple[int, int]) -> None:
+    _run(_low_latency_of_nodes, place=place)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_high_throughput_agrees_with_the_oracle(place: tuple[int, int]) -> None:
+    _run(ports._high_throughput, place=place)
 
 
 def _several(rank: Rank) -> None:
@@ -216,15 +213,11 @@ def test_a_missing_library_is_named() -> None:
         assert "/nowhere/libnccl.so.2" in message, message
 
 
-def _until_one_dies(rank: Rank) -> tuple[str, float] | None:
-    ports._comm = _comm
-    return ports._until_one_dies(rank)
-
-
-def test_a_killed_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
-    monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
-    results = run_on_gpus(2, _as_a_node, _until_one_dies, (), {}, lost={1}, deadline_s=120.0)
+def test_a_killed_rank_is_named_before_the_deadline() -> None:
+    settings = {"WEFT_RANKS_PER_NODE": "1", "WEFT_PEER_DEAD_S": "3", "WEFT_HEARTBEAT_S": "0.5"}
+    results = run_on_gpus(
+        2, _on_its_node, ports._until_one_dies, (), settings, lost={1}, deadline_s=DEADLINE_S
+    )
     message, waited_s = results[0]
     assert "rank 1" in message, message
     assert waited_s < 60, message

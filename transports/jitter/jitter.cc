@@ -56,7 +56,6 @@ class JitterLink : public Link {
     return true;
   }
 
-  std::string why_no_graphs() const override { return behind_->why_no_graphs(); }
   Status status() override { return behind_->status(); }
   Status fault() override { return behind_->fault(); }
   void lose(int peer, const std::string& how) override { behind_->lose(peer, how); }

@@ -94,9 +94,6 @@ class NcclLink : public LibraryLink {
 
   bool help() override { return ports_ && ports_->help(); }
   Status fault() override { return ports_->fault(); }
-  std::string why_no_graphs() const override {
-    return has_ports_ ? "replays through NCCL's GIN have not passed their test" : "";
-  }
   Status status() override {
     WEFT_TRY(broken_);
     const Status why = ports_->status();

@@ -18,6 +18,7 @@
 #include "providers/fabric/page_streams.h"
 #include "providers/fabric/region_name.h"
 #include "providers/fabric/same_host.h"
+#include "providers/fabric/shm_rails.h"
 
 namespace weft::provider {
 namespace {
@@ -27,13 +28,17 @@ constexpr size_t kEntriesPerRead = 32;
 class FabricRail : public Rail {
  public:
   FabricRail(const fi::Library& library, Nic nic, bool may_copy_across, std::string secret)
-      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), secret_(std::move(secret)) {}
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), secret_(std::move(secret)) {
+    if (nic_.caps.same_host) ShmRails::of_process().opened();
+  }
 
   ~FabricRail() override {
-    for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
-                         domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr})
-      if (const int code = fid ? fi::close(*fid) : 0; code != 0)  // something of it was not closed before
-        log_warn("fabric: closing a part of {}: {}", nic_.name, fi_.strerror(-code));
+    const RailParts parts{ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
+                          domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr};
+    if (nic_.caps.same_host)
+      ShmRails::of_process().closed(fi_, nic_.name, parts);
+    else
+      close_parts(fi_, nic_.name, parts);
   }
 
   Status open(fi::Info& info) {

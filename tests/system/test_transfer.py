@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -274,6 +275,29 @@ def test_a_scatter_to_very_many_targets_starves_no_heartbeat(provider: str) -> N
         b.imm(a_at_b, 5).wait(count)
         assert dst == src
         assert (b_at_a.state, a_at_b.state) == ("connected", "connected")
+
+
+def _engines_go_while_another_writes(_: Rank, provider: str) -> None:
+    limits = {"timeout_s": TIMEOUT_S, "peer_dead_s": 1.0}
+    with TransferEngine(provider, name="a", **limits) as a:
+        src = a.register(bytearray(20000))
+        for round in range(12):  # more than a process keeps of those that are gone
+            with TransferEngine(provider, name=f"b{round}", **limits) as b:
+                a.connect(b.address)
+                a_at_b = b.connect(a.address)
+                remote = a.attach(b.register(bytearray(20000), remote_write=True).descriptor)
+                written = a.scatter(src, [Target(remote, 1, at, at) for at in range(20000)], imm=5)
+                b.imm(a_at_b, 5).wait(2000 * (round % 4))
+            with contextlib.suppress(Error):  # the rest has nowhere to go
+                written.wait()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_an_engine_may_go_while_another_of_its_process_writes_to_it(provider: str) -> None:
+    """libfabric 1.17 over shm ended the process: there, engines of one process reach each other in place."""
+    if unusable := nics(provider)[0].unusable_because:
+        pytest.skip(unusable)
+    run_ranks(1, _engines_go_while_another_writes, provider, with_gpus=False)
 
 
 def _peer_dies_in_a_burst(rank: Rank, provider: str) -> None:

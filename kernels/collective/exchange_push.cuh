@@ -14,6 +14,7 @@ namespace exchange {
 struct Copy {
   uint64_t at;  // in the part; of a broadcast: in the buffer
   uint32_t peer;
+  uint32_t round = 0;  // of a broadcast
 };
 
 // The stages of a warp that makes bulk copies.
@@ -121,25 +122,27 @@ WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_
   const Rounds<R> rounds{run, warp, meeting};
   const uint64_t share_bytes = share_units_of(a.bytes, run.owners()) * 16;
   const Pieces pieces = pieces_of(run, warp, share_bytes);
-  const uint32_t first_owner = run.peer(1);  // of a broadcast, the root's neighbour
-  uint64_t number = 0, told = 0;
-  uint32_t share = 0;
+  // Warps begin with different owners, or all would send to the same one at a time.
+  const uint32_t turn = (run.block.index() + warp.index()) % run.owners();
+  uint32_t round = 0, share = 0, told = 0;
   pipe.run(
       [&]() -> RowItem<Copy> {
-        for (; pieces.at(number) < share_bytes; ++number, share = 0) {
-          if (share == run.owners()) continue;
-          const uint64_t at = share * share_bytes + pieces.at(number), end = (share + 1) * share_bytes;
-          const uint32_t owner = run.peer(++share);
-          if (at >= a.bytes) continue;  // the last shares may be short, which ends the round, too
-          return {{a.input + at, pieces.bytes_at(at, end < a.bytes ? end : a.bytes)}, {at, owner}};
+        for (; pieces.at(round) < share_bytes; ++round, share = 0) {
+          while (share < run.owners()) {
+            const uint32_t which = (turn + share++) % run.owners();
+            const uint64_t at = which * share_bytes + pieces.at(round), end = (which + 1) * share_bytes;
+            if (at >= a.bytes) continue;  // the last shares may be short
+            return {{a.input + at, pieces.bytes_at(at, end < a.bytes ? end : a.bytes)},
+                    {at, run.peer(which + 1), round}};
+          }
         }
         return {};
       },
       [&](const Copy& copy, RowPiece stage) {
-        if (run.goes_on() && copy.peer == first_owner) {
-          // All but the last two pieces have arrived: those of all rounds but the last two.
+        if (run.goes_on() && copy.round > told + 2) {
+          // All but the last two pieces have arrived, so all rounds but the last two have: one may have one piece.
           pipe.template drain_but<2>();
-          if (++told > 3) rounds.tell(told - 3);
+          rounds.tell(told = copy.round - 2);
         }
         std::byte* own = a.output == a.input ? nullptr : a.output + copy.at;
         for (uint32_t first = 0; first < 2; first += warp.size()) {
@@ -160,25 +163,22 @@ WEFT_DEVICE void pass_share_on(const R& run, const Warp& warp, Pipe& pipe, uint6
   const Piece share = share_of_buffer(a.output, a.bytes, share_units, run.share(run.self));
   const uint64_t share_at = run.share(run.self) * share_units * 16;
   const Pieces pieces = pieces_of(run, warp, share.bytes);
-  uint64_t number = 0;
-  pipe.run(
-      [&]() -> RowItem<Copy> {
-        const uint64_t at = pieces.at(number);
-        if (at >= share.bytes) return {};
-        if (!rounds.wait(++number)) {
-          if (warp.rank() == 0) store_release_block(&run.met()->all_came, 0);
-          return {};
-        }
-        pipe.sees_arrived();
-        return {{share.at + at, pieces.bytes_at(at, share.bytes)}, {share_at + at, 0}};
-      },
-      [&](const Copy& copy, RowPiece stage) {
-        for (uint32_t first = 0; first < run.ranks; first += warp.size()) {
-          const uint32_t peer = first + warp.rank();
-          const bool is_other = peer < run.ranks && run.sends_on(run.self, peer) && peer != run.self;
-          pipe.store(is_other ? run.places(1)[peer] + copy.at : nullptr, stage);
-        }
-      });
+  for (uint64_t round = 0; pieces.at(round) < share.bytes; ++round) {
+    if (!rounds.wait(round + 1)) {
+      if (warp.rank() == 0) store_release_block(&run.met()->all_came, 0);
+      return;
+    }
+    pipe.sees_arrived();
+    const uint64_t at = pieces.at(round);
+    const RowItem<Copy> piece = {{share.at + at, pieces.bytes_at(at, share.bytes)}, {share_at + at, 0}};
+    pipe.pass(piece, [&](const Copy& copy, RowPiece stage) {
+      for (uint32_t first = 0; first < run.ranks; first += warp.size()) {
+        const uint32_t peer = first + warp.rank();
+        const bool is_other = peer < run.ranks && run.sends_on(run.self, peer) && peer != run.self;
+        pipe.store(is_other ? run.places(1)[peer] + copy.at : nullptr, stage);
+      }
+    });
+  }
 }
 
 // A broadcast. The root sends every owner its share, a round of pieces after the other: one for each owner. Owners pass

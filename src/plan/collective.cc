@@ -21,9 +21,10 @@ constexpr uint32_t kLeastSliceUnits = 8;
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
 static_assert(kPipeWarps <= kMostPipeWarps);
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
-// Few, as each costs a trip of its own; of a broadcast that goes on from rank to rank, so many for each owner that the
-// last ones, which nothing overlaps, count little.
-constexpr uint64_t kPiecesPerPipe = 4, kRoundsPerPipe = 16;
+constexpr uint64_t kPiecesPerPipe = 4;
+// Of a broadcast that goes on from rank to rank: as many pieces for each owner as make the last ones, which nothing
+// overlaps, count little, but none so small that its signals count (measured on 4 H100).
+constexpr uint64_t kRoundsPerPipe = 10, kLeastPassedBytes = 8192;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
@@ -140,7 +141,8 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   const uint64_t pushed = size.bytes * (has_parts_out ? size.ranks : 1);
   const uint64_t pieces = goes_on ? kRoundsPerPipe * exchange_owners(size.kind, size.ranks) : kPiecesPerPipe;
   const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * pieces) / 128 * 128;
-  plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
+  plan.piece_bytes = static_cast<uint32_t>(
+      std::clamp(piece, goes_on ? kLeastPassedBytes : kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
   if (size.way == ExchangeWay::kPlaces && pushes(size) && limits.is_cuda)
     plan.grid.shared_bytes += plan.pipe_warps * pipe_bytes(plan.piece_bytes);

@@ -72,8 +72,9 @@ WEFT_DEVICE void wait_written() {
 // Streams items (rows or pieces of rows) to one or more places each.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage).
-// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null. Loads run
-// ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
+//   pipe.pass(item, sink): one item that came alone, without waiting for a next one.
+// All lanes call run(), pass(), next(), sink() and store(); each lane gives store() its own place, or null. Loads
+// of run() are ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
 // release by lane 0 of this warp; after drain_but<n>() every store but those of the last n items. A relaxed
 // store may overtake drained rows on NVLink (seen on H200).
 template <uint32_t kStages>
@@ -110,12 +111,13 @@ class RowPipe {
       if (more) loading[kAhead - 1] = next();
       more = more && loading[kAhead - 1].piece.src;
       if (more) load(loading[kAhead - 1].piece);
-      if (!oldest.piece.src) continue;
-      bulk::wait_loaded(&barriers_[stored_ % kStages], (stored_ / kStages) & 1);
-      sink(oldest.tag, RowPiece{stages_ + (stored_ % kStages) * piece_bytes_, oldest.piece.bytes});
-      bulk::commit();
-      ++stored_;
+      if (oldest.piece.src) store_oldest(oldest, sink);
     }
+  }
+  template <class Item, class Sink>
+  WEFT_DEVICE void pass(const Item& item, Sink sink) {
+    load(item.piece);
+    store_oldest(item, sink);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     if (dst) bulk::store(dst, stage.src, stage.bytes);
@@ -136,6 +138,13 @@ class RowPipe {
       bulk::load(stages_ + (loaded_ % kStages) * piece_bytes_, piece.src, piece.bytes,
                  &barriers_[loaded_ % kStages]);
     ++loaded_;
+  }
+  template <class Item, class Sink>
+  WEFT_DEVICE void store_oldest(const Item& item, Sink& sink) {
+    bulk::wait_loaded(&barriers_[stored_ % kStages], (stored_ / kStages) & 1);
+    sink(item.tag, RowPiece{stages_ + (stored_ % kStages) * piece_bytes_, item.piece.bytes});
+    bulk::commit();
+    ++stored_;
   }
 
   uint64_t* barriers_;
@@ -249,6 +258,10 @@ class RowPipe {
   template <class Next, class Sink>
   WEFT_DEVICE void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
+  }
+  template <class Item, class Sink>
+  WEFT_DEVICE void pass(const Item& item, Sink sink) {
+    sink(item.tag, item.piece);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     const auto* from = reinterpret_cast<const Vec16*>(stage.src);

@@ -6,7 +6,6 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
-#include "base/stream_order.h"
 #include "kernels/target/host.h"
 
 namespace weft {

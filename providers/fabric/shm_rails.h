@@ -24,7 +24,8 @@ void close_parts(const fi::Library& library, const std::string& nic, const RailP
 class ShmRails {
  public:
   static ShmRails& of_process();
-  void opened();
+  void opened();  // before the rail opens anything
+  // Once for each opened(), when nobody uses the parts any more: they belong to this object from now on.
   void closed(const fi::Library& library, const std::string& nic, const RailParts& parts);
 
  private:

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from random_programs import Empty, random_algorithm, run_against_contract
+from collective_memory import Empty, in_window, mixed, ordinary
+from random_programs import random_algorithm, run_against_contract
 
 from weft import _core
 from weft.collectives.calls import Collectives
@@ -22,39 +23,12 @@ from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, run_ranks
 
-_WINDOW_BYTES = 64 << 20
-
-
-def _in_window(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker of tensors in this rank's window, at places that differ from rank to rank."""
-    window = Window(comm, _WINDOW_BYTES)
-    at = [4096 * rank.rank]
-
-    def empty(elems: int) -> torch.Tensor:
-        num_bytes = -(-elems * 4 // 256) * 256
-        if at[0] + num_bytes > _WINDOW_BYTES:
-            at[0] = 0
-        at[0] += num_bytes
-        return window.tensor(rank.rank, (elems,), torch.float32, at[0] - num_bytes)
-
-    return empty
-
-
-def _mixed(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker that takes the window or ordinary memory by turns, in another order on every rank."""
-    in_window, generator = _in_window(rank, comm), random.Random(rank.rank)
-    return lambda elems: (in_window if generator.random() < 0.5 else torch.empty)(elems)
-
-
-def _ordinary(rank: Rank, comm: Communicator) -> Empty:
-    return torch.empty
-
 
 def _check(rank: Rank, memory: Callable[[Rank, Communicator], Empty], reads: int) -> None:
     os.environ["WEFT_PROCESS_READS"] = str(reads)
     _core.config_reload()
     comm = Communicator(rank.group, timeout_s=30)
-    empty = memory(rank, comm)
+    empty = functools.partial(memory(rank, comm), dtype=torch.float32)
     executor = Executor(comm.core, direct_bytes=16)
     for seed in range(40):
         run_against_contract(
@@ -68,7 +42,7 @@ def _check(rank: Rank, memory: Callable[[Rank, Communicator], Empty], reads: int
 
 
 @pytest.mark.parametrize("reads", [1, 0])
-@pytest.mark.parametrize("memory", [_ordinary, _in_window, _mixed])
+@pytest.mark.parametrize("memory", [ordinary, in_window, mixed])
 def test_programs_are_exact_wherever_their_buffers_are(
     memory: Callable[[Rank, Communicator], Empty], reads: int
 ) -> None:

@@ -11,43 +11,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from collective_memory import Empty, in_window, mixed, ordinary
 
 from weft.collectives.calls import Collectives
 from weft.collectives.variants import Choice, parse_variant
 from weft.errors import Error, PeerLost
-from weft.runtime.communicator import Communicator, Window
+from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, run_ranks
 
-Empty = Callable[[int, torch.dtype], torch.Tensor]
-_WINDOW_BYTES = 16 << 20
 # Elements of one part: less than a vector, ragged, what needs several rounds of both blocks, whole vectors.
 SIZES = (1, 5, 64, 1003, 9001, 16_384)
-
-
-def _ordinary(rank: Rank, comm: Communicator) -> Empty:
-    return lambda elems, dtype: torch.empty(elems, dtype=dtype)
-
-
-def _in_window(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker of tensors in this rank's window, at places that differ from rank to rank."""
-    window = Window(comm, _WINDOW_BYTES)
-    at = [4096 * rank.rank]
-
-    def empty(elems: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = -(-elems * dtype.itemsize // 256) * 256
-        if at[0] + num_bytes > _WINDOW_BYTES:
-            at[0] = 0
-        at[0] += num_bytes
-        return window.tensor(rank.rank, (elems,), dtype, at[0] - num_bytes)
-
-    return empty
-
-
-def _mixed(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker that takes the window or ordinary memory by turns, in another order on every rank."""
-    in_window, generator = _in_window(rank, comm), random.Random(rank.rank)
-    ordinary = _ordinary(rank, comm)
-    return lambda elems, dtype: (in_window if generator.random() < 0.7 else ordinary)(elems, dtype)
 
 
 def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,14 +75,14 @@ def _every_exchange(rank: Rank, memory: Callable[[Rank, Communicator], Empty]) -
             assert torch.equal(found, parts[:, me]), (choice.label(), elems)
 
 
-@pytest.mark.parametrize("memory", [_ordinary, _in_window, _mixed])
+@pytest.mark.parametrize("memory", [ordinary, in_window, mixed])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_exchange_agrees_with_torch(ranks: int, memory: Callable[[Rank, Communicator], Empty]) -> None:
     run_ranks(ranks, _every_exchange, memory, deadline_s=200)
 
 
 def test_exchange_of_nine_ranks_adds_more_sources_than_are_under_way() -> None:
-    run_ranks(9, _every_exchange, _in_window, deadline_s=280)
+    run_ranks(9, _every_exchange, in_window, deadline_s=280)
 
 
 def _types(rank: Rank) -> None:
@@ -138,7 +111,7 @@ def test_every_type_and_reduction() -> None:
 def _averages(rank: Rank) -> None:
     """Every type's average has the bits of its sum, divided."""
     comm = Communicator(rank.group, timeout_s=60)
-    call, in_window = Collectives(comm.core), _in_window(rank, comm)
+    call, from_window = Collectives(comm.core), in_window(rank, comm)
     names = [
         f"{kind}{bits}" for kind, sizes in (("int", (8, 32, 64)), ("float", (16, 32, 64))) for bits in sizes
     ]
@@ -146,7 +119,7 @@ def _averages(rank: Rank) -> None:
         dtype = getattr(torch, name)
         generator = torch.Generator().manual_seed(rank.rank)
         given = (torch.randn(rank.size, 1001, generator=generator) * 9).to(dtype)
-        for empty in (in_window, _ordinary(rank, comm)):
+        for empty in (from_window, ordinary(rank, comm)):
 
             def place(tensor: torch.Tensor, empty: Empty = empty) -> torch.Tensor:
                 return empty(tensor.numel(), tensor.dtype).copy_(tensor.reshape(-1)).view(tensor.shape)
@@ -182,7 +155,7 @@ def test_averages_have_the_bits_of_divided_sums() -> None:
 def _in_step(rank: Rank) -> list[bytes]:
     """Calls of all kinds and sizes in a row, whose rounds and meetings share counters; sums that round."""
     comm = Communicator(rank.group, timeout_s=60)
-    call, empty = Collectives(comm.core), _mixed(rank, comm)
+    call, empty = Collectives(comm.core), mixed(rank, comm)
     generator, chooser = torch.Generator().manual_seed(rank.rank), random.Random(7)
     names = ("allreduce_1step", "allreduce_allpairs")
     results = []

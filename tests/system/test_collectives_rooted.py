@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from collective_memory import Empty, in_window, mixed, ordinary
 
 from weft.collectives.call_checks import DTYPES
 from weft.collectives.calls import Collectives
@@ -24,39 +25,11 @@ from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, RankPool, run_ranks
 
-Empty = Callable[[int, torch.dtype], torch.Tensor]
-_WINDOW_BYTES = 48 << 20
 # Elements of one part: less than a vector, ragged, what needs several rounds of both blocks, and whole vectors, of
 # which the last make several pieces of bulk copies for each owner of a share.
 SIZES = (1, 5, 64, 1003, 9001, 16_384, 40_000)
 WAYS = (LINES, PLACES, STAGES)
 NAMES = ("broadcast", "reduce", "gather", "scatter")
-
-
-def _ordinary(rank: Rank, comm: Communicator) -> Empty:
-    return lambda elems, dtype: torch.empty(elems, dtype=dtype)
-
-
-def _in_window(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker of tensors in this rank's window, at places that differ from rank to rank."""
-    window = Window(comm, _WINDOW_BYTES)
-    at = [4096 * rank.rank]
-
-    def empty(elems: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = -(-elems * dtype.itemsize // 256) * 256
-        if at[0] + num_bytes > _WINDOW_BYTES:
-            at[0] = 0
-        at[0] += num_bytes
-        return window.tensor(rank.rank, (elems,), dtype, at[0] - num_bytes)
-
-    return empty
-
-
-def _mixed(rank: Rank, comm: Communicator) -> Empty:
-    """Return a maker that takes the window or ordinary memory by turns, in another order on every rank."""
-    in_window, generator = _in_window(rank, comm), random.Random(rank.rank)
-    ordinary = _ordinary(rank, comm)
-    return lambda elems, dtype: (in_window if generator.random() < 0.7 else ordinary)(elems, dtype)
 
 
 @dataclasses.dataclass
@@ -144,7 +117,7 @@ def _every_call(rank: Rank, memory: Callable[[Rank, Communicator], Empty]) -> No
                         calls.run(name, case, elems, root, way)
 
 
-@pytest.mark.parametrize("memory", [_ordinary, _in_window, _mixed])
+@pytest.mark.parametrize("memory", [ordinary, in_window, mixed])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_call_from_every_root(ranks: int, memory: Callable[[Rank, Communicator], Empty]) -> None:
     run_ranks(ranks, _every_call, memory, with_gpus=False, deadline_s=280)
@@ -152,7 +125,7 @@ def test_every_call_from_every_root(ranks: int, memory: Callable[[Rank, Communic
 
 def _large(rank: Rank) -> None:
     """Shares of so many pieces that owners pass the first on while the root still sends."""
-    calls = Rooted(rank, _in_window)
+    calls = Rooted(rank, in_window)
     for elems in (200_004, 1_000_000):
         for root in (0, rank.size - 1):
             for name in NAMES[: 2 if elems > 500_000 else 4]:
@@ -168,7 +141,7 @@ def test_large_calls(ranks: int) -> None:
 
 
 def _of_many(rank: Rank) -> None:
-    calls = Rooted(rank, _mixed)
+    calls = Rooted(rank, mixed)
     for elems in (5, 1003, 40_000):
         for way in WAYS:
             for root in (0, 4, rank.size - 1):
@@ -192,7 +165,7 @@ _TOTALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _types(rank: Rank) -> None:
-    calls = Rooted(rank, _mixed)
+    calls = Rooted(rank, mixed)
     names = ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 32, 64)]
     for name in names:
@@ -221,7 +194,7 @@ def test_every_type_and_reduction(ranks: int) -> None:
 
 def _in_step(rank: Rank) -> None:
     """Planned calls of all kinds, ways and roots in a row with others that share their rounds, without barriers."""
-    calls = Rooted(rank, _in_window)
+    calls = Rooted(rank, in_window)
     chance = random.Random(11)
     elems, plans = (3, 1004, 9000, 40_000), []
     symmetric = [
@@ -282,7 +255,7 @@ def test_users_calls_take_exchanges(ranks: int) -> None:
 
 
 def _other_root(rank: Rank) -> None:
-    calls = Rooted(rank, _ordinary)
+    calls = Rooted(rank, ordinary)
     case = calls.case("broadcast", 4, 0, True, torch.float32, None)
     for root in (-1, rank.size):
         with pytest.raises(Error, match=f"root: got {root}, allowed: a rank of {rank.size}"):

@@ -3,10 +3,10 @@
 
 A message takes the link's latency plus its bytes over the link's bandwidth; a block does one thing at a time; all
 messages out of a rank share its egress, and on GPUs all into a rank its ingress; slices of a chunk overlap. Where
-ranks read each other's memory (the CPU), a message that may be referred to costs its sender nothing but the notice
-(``weft.collectives.direct``); on GPUs that depends on where the buffers are, which ranks need not agree on, so
-messages are taken to go through their slots. Between nodes (``Machine.per_node``) nothing is referred to, and a byte
-costs both ends the work of the network.
+ranks read each other's memory (the CPU), a message that may be referred to costs its sender the notice alone
+(``weft.collectives.direct``). On GPUs that depends on where the buffers are, and ranks need not agree on it. So there
+the model takes all messages through their slots. Between nodes (``Machine.per_node``) nothing is referred to, and a
+byte costs both ends the work of the network.
 The model ranks candidates that nobody has measured, and feeds ``weft show``; measurement decides.
 """
 
@@ -122,7 +122,7 @@ _EXCHANGE_COSTS = {
     ("reducescatter_allpairs", PLACES): (7.4, 300.0),
     ("alltoall_allpairs", LINES): (4.2, 115.0),
     ("alltoall_allpairs", PLACES): (8.5, 325.0),
-    # Not measured: those of the symmetric calls that move data in the same manner, bulk copies or loads.
+    # Not fitted: those of the symmetric calls that move data in the same manner, bulk copies or loads.
     ("broadcast_flat", LINES): (4.3, 115.0),
     ("broadcast_flat", PLACES): (8.4, 325.0),
     ("reduce_flat", LINES): (4.2, 115.0),

@@ -38,8 +38,8 @@ struct Pieces {
   }
 };
 template <class R>
-WEFT_DEVICE Pieces pieces_of(const R& run, const Warp& warp, uint64_t bytes) {
-  return {uint64_t{warp.index()} * run.block.count() + run.block.index(),
+WEFT_DEVICE Pieces pieces_of(const R& run, uint32_t pipe, uint64_t bytes) {
+  return {uint64_t{pipe} * run.block.count() + run.block.index(),
           uint64_t{run.block.count()} * run.a.pipe_warps, bytes, run.a.piece_bytes};
 }
 
@@ -89,11 +89,11 @@ template <class R>
 struct Rounds {
   const R& run;
   const Warp& warp;
+  uint32_t pipe;  // the number of the warp that sends
   uint64_t meeting;
 
   WEFT_DEVICE uint64_t word() const {
-    return run.a.layout.spread_at +
-           (uint64_t{run.block.index()} * kMostPipeWarps + warp.index()) * sizeof(uint64_t);
+    return run.a.layout.spread_at + (uint64_t{run.block.index()} * kMostPipeWarps + pipe) * sizeof(uint64_t);
   }
   WEFT_DEVICE void tell(uint64_t rounds) const {
     for (uint32_t peer = warp.rank(); peer < run.ranks; peer += warp.size())
@@ -116,12 +116,37 @@ struct Rounds {
   }
 };
 
+// Whether other warps tell what the root's warps have sent. A release waits for all that its SM has under way, so the
+// links would run dry at each.
+template <class R>
+WEFT_DEVICE bool tells_apart(const R& run, const Warp& warp) {
+  return run.goes_on() && run.block.size() / warp.size() >= 2 * run.a.pipe_warps;
+}
+
+template <class R>
+WEFT_DEVICE void tell_rounds(const R& run, const Warp& warp, uint64_t meeting) {
+  const uint32_t pipe = warp.index() - run.a.pipe_warps;
+  const Rounds<R> rounds{run, warp, pipe, meeting};
+  const uint32_t all =
+      static_cast<uint32_t>(pieces_of(run, pipe, share_units_of(run.a.bytes, run.owners()) * 16).count());
+  for (uint32_t told = 0; told < all;) {  // the warp that sends waits for no peer
+    const uint32_t arrived = warp.broadcast(load_acquire_block(&run.met()->arrived[pipe]));
+    if (arrived != told) rounds.tell(told = arrived);
+  }
+}
+
 template <class R, class Pipe>
 WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
-  const Rounds<R> rounds{run, warp, meeting};
+  const Rounds<R> rounds{run, warp, warp.index(), meeting};
   const uint64_t share_bytes = share_units_of(a.bytes, run.owners()) * 16;
-  const Pieces pieces = pieces_of(run, warp, share_bytes);
+  const Pieces pieces = pieces_of(run, warp.index(), share_bytes);
+  auto tell = [&](uint32_t arrived) {
+    if (!tells_apart(run, warp))
+      rounds.tell(arrived);
+    else if (warp.rank() == 0)
+      store_release_block(&run.met()->arrived[warp.index()], arrived);
+  };
   // Warps begin with different owners, or all would send to the same one at a time.
   const uint32_t turn = (run.block.index() + warp.index()) % run.owners();
   uint32_t round = 0, share = 0, told = 0;
@@ -142,7 +167,7 @@ WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_
         if (run.goes_on() && copy.round > told + 2) {
           // All but the last two pieces have arrived, so all rounds but the last two have: one may have one piece.
           pipe.template drain_but<2>();
-          rounds.tell(told = copy.round - 2);
+          tell(told = copy.round - 2);
         }
         std::byte* own = a.output == a.input ? nullptr : a.output + copy.at;
         for (uint32_t first = 0; first < 2; first += warp.size()) {
@@ -152,17 +177,17 @@ WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_
       });
   if (!run.goes_on()) return;
   pipe.drain();
-  rounds.tell(pieces.count());
+  tell(static_cast<uint32_t>(pieces.count()));
 }
 
 template <class R, class Pipe>
 WEFT_DEVICE void pass_share_on(const R& run, const Warp& warp, Pipe& pipe, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
-  const Rounds<R> rounds{run, warp, meeting};
+  const Rounds<R> rounds{run, warp, warp.index(), meeting};
   const uint64_t share_units = share_units_of(a.bytes, run.owners());
   const Piece share = share_of_buffer(a.output, a.bytes, share_units, run.share(run.self));
   const uint64_t share_at = run.share(run.self) * share_units * 16;
-  const Pieces pieces = pieces_of(run, warp, share.bytes);
+  const Pieces pieces = pieces_of(run, warp.index(), share.bytes);
   for (uint64_t round = 0; pieces.at(round) < share.bytes; ++round) {
     if (!rounds.wait(round + 1)) {
       if (warp.rank() == 0) store_release_block(&run.met()->all_came, 0);
@@ -186,6 +211,9 @@ WEFT_DEVICE void pass_share_on(const R& run, const Warp& warp, Pipe& pipe, uint6
 template <class R>
 WEFT_DEVICE void spread(const R& run, uint64_t meeting) {
   const Warp warp;
+  if (run.is_root() && tells_apart(run, warp) && warp.index() >= run.a.pipe_warps &&
+      warp.index() < 2 * run.a.pipe_warps)
+    tell_rounds(run, warp, meeting);
   if (warp.index() >= run.a.pipe_warps) return;
   RowPipe<kPipeStages> pipe(warp, stages_of(run, warp), run.a.piece_bytes);
   if (run.is_root())

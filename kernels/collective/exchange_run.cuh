@@ -23,7 +23,7 @@ struct Met {
   uint32_t all_have_places;
   uint32_t all_came;
   uint32_t lost;  // the slice, as the low half of its number, for which a thread waited in vain
-  uint32_t reserved;
+  uint32_t arrived[kMostPipeWarps];  // rounds of a broadcast, by the warp that sends them
 };
 WEFT_DEVICE constexpr uint32_t places_bytes(uint32_t ranks) {
   return (static_cast<uint32_t>(sizeof(Met)) + 2 * ranks * 8 + 127) / 128 * 128;

@@ -30,7 +30,7 @@ from weft import _core
 from weft.errors import Error
 from weft.testing.ranks import Rank
 
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0  # a kernel compiles in up to 4 s, and high throughput has 30 forms here
 TIMEOUT_S = 30.0
 SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
 
@@ -65,7 +65,7 @@ def _gin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip(f"nccl: {why}")
     settings = {
         "WEFT_TRANSPORT": "nccl",
-        "WEFT_WINDOW_BYTES": str(256 << 20),
+        "WEFT_WINDOW_BYTES": str(1 << 30),
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MNNVL_ENABLE": "0",
     }

@@ -7,6 +7,9 @@
         clock.call("weft combine", lambda: buffer.low_latency_combine(y, ids, weights, handle))
     times = clock.slowest(group)["weft dispatch"]     # Times(enqueue_us=..., eager_us=...)
 
+Where ranks wait for each other, the slowest dispatch and the slowest combine of a round are more than its slowest pair.
+``with clock.together("weft round_trip"):`` around the two calls takes the time of the pair, too.
+
 ``enqueue_us``: on a GPU, until the call returns, which is when its kernels are enqueued (a call that waits for counts
 returns later); on the CPU, the processor time of the call without that of its kernels.
 ``eager_us``: from the end of the call before to the end of this one, on the GPU's clock where there is one; kernels
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +58,7 @@ class Eager:
         self._clock = time.perf_counter_ns if on_gpu else time.thread_time_ns
         self._laps: dict[str, _Laps] = {}
         self._spare: list[Any] = []
+        self._enqueued_us = 0.0  # of all calls so far
         self._last = self._mark()
 
     def start(self, rounds: int, names: int) -> None:
@@ -71,12 +76,25 @@ class Eager:
         result = function()
         host_ns = self._clock() - started
         kernel_ns = _core.host_kernel_ns() - kernel_ns
-        laps = self._laps.setdefault(name, _Laps())
-        if self._on_gpu or kernel_ns:
-            laps.enqueue_us.append((host_ns - kernel_ns) / 1e3)
         before, self._last = self._last, self._mark()
-        laps.ends.append((before, self._last))
+        enqueue_us = (host_ns - kernel_ns) / 1e3
+        self._enqueued_us += enqueue_us
+        self._keep(name, enqueue_us if self._on_gpu or kernel_ns else None, before)
         return result
+
+    @contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Keep the calls made inside as one, too, under ``name``."""
+        before, enqueued_us, kernel_ns = self._last, self._enqueued_us, _core.host_kernel_ns()
+        yield
+        is_told_apart = self._on_gpu or _core.host_kernel_ns() > kernel_ns
+        self._keep(name, self._enqueued_us - enqueued_us if is_told_apart else None, before)
+
+    def _keep(self, name: str, enqueue_us: float | None, before: Any) -> None:
+        laps = self._laps.setdefault(name, _Laps())
+        if enqueue_us is not None:
+            laps.enqueue_us.append(enqueue_us)
+        laps.ends.append((before, self._last))
 
     def slowest(self, group: Any) -> dict[str, Times]:
         """Return the times of every name. Collective over ``group``; every rank made the same calls."""

@@ -62,6 +62,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     rows = sent.rows("ll", traffic, us, times)
     if "weft round_trip" in us:
         rows.append(round_trip_row(bench, rows, us["weft round_trip"]))
+        add_times(rows[-1], *times_of_step(bench, "round_trip", times))
     traces = bench.traces(calls["weft"].buffer, take)
     others = kernel_time.times_of_others(bench, calls, sent.calls_by_row)
     for of_peer in calls.values():
@@ -242,18 +243,24 @@ class Samples:
         """Return every peer's calls, to be made in a row."""
 
         def copies(clock: Eager) -> None:
-            clock.call("memcpy dispatch", self.copy_in.copy)
-            clock.call("memcpy combine", self.copy_back.copy)
+            with clock.together("memcpy round_trip"):
+                clock.call("memcpy dispatch", self.copy_in.copy)
+                clock.call("memcpy combine", self.copy_back.copy)
+
+        def all_to_all(clock: Eager) -> None:
+            with clock.together("all_to_all round_trip"):
+                self._all_to_all_pair(clock.call)
 
         of_buffers: list[Callable[[Eager], None]] = [
             functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()
         ]
         if not self.bench.options.has_baselines:
             return of_buffers
-        return [*of_buffers, lambda clock: self._all_to_all_pair(clock.call), copies]
+        return [*of_buffers, all_to_all, copies]
 
     def _in_turn(self, name: str, of_peer: Any, clock: Eager) -> None:
-        self._pair(name, of_peer, clock.call)
+        with clock.together(f"{name} round_trip"):
+            self._pair(name, of_peer, clock.call)
 
     def _take_baselines(self) -> None:
         if not self.bench.options.has_baselines:

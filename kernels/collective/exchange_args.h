@@ -58,7 +58,7 @@ struct ExchangeLayout {
   uint64_t done_at;         // u64[blocks][ranks]: the meeting that is over
   uint64_t stages_at;       // units: [kStageAreas][ranks][blocks][stage_units]
   uint64_t staged_at;       // u64[blocks][ranks]: the last slice that a sender has filled
-  uint64_t spread_at;       // u64[blocks][kMostPipeWarps]: meeting and pieces that a root has sent
+  uint64_t spread_at;       // u64[blocks][kMostPipeWarps]: meeting and rounds of pieces that a root has sent
   uint32_t blocks;          // the most of a launch
   uint32_t region_units;
   uint32_t stage_units;  // even

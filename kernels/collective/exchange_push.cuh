@@ -14,6 +14,7 @@ namespace exchange {
 struct Copy {
   uint64_t at;  // in the part; of a broadcast: in the buffer
   uint32_t peer;
+  uint32_t round = 0;  // of a broadcast
 };
 
 // The stages of a warp that makes bulk copies.
@@ -37,8 +38,8 @@ struct Pieces {
   }
 };
 template <class R>
-WEFT_DEVICE Pieces pieces_of(const R& run, uint32_t pipe, uint64_t bytes) {
-  return {uint64_t{pipe} * run.block.count() + run.block.index(),
+WEFT_DEVICE Pieces pieces_of(const R& run, const Warp& warp, uint64_t bytes) {
+  return {uint64_t{warp.index()} * run.block.count() + run.block.index(),
           uint64_t{run.block.count()} * run.a.pipe_warps, bytes, run.a.piece_bytes};
 }
 
@@ -83,45 +84,28 @@ WEFT_DEVICE void push(const R& run) {
   pipe.drain();
 }
 
-// Pieces of a broadcast that may be under way when the root's warp looks what has arrived: enough for full links, and
-// no more, since owners pass on what has arrived.
-inline constexpr uint32_t kPassedInFlight = 4;
-
-// Says how many pieces of a broadcast have come from the root's warp to the owner's of the same number and block. In
-// each round the root's warp sends one piece to every owner, the first one to the owner of share `turn`: warps begin
-// with different owners, or all would send to the same one at a time.
+// Says how many rounds of pieces of a broadcast have come from the root to this block's warp of the same number.
 template <class R>
-struct Sent {
+struct Rounds {
   const R& run;
   const Warp& warp;
-  uint32_t pipe;  // the number of the warp that sends
   uint64_t meeting;
 
   WEFT_DEVICE uint64_t word() const {
-    return run.a.layout.spread_at + (uint64_t{run.block.index()} * kMostPipeWarps + pipe) * sizeof(uint64_t);
+    return run.a.layout.spread_at +
+           (uint64_t{run.block.index()} * kMostPipeWarps + warp.index()) * sizeof(uint64_t);
   }
-  WEFT_DEVICE uint64_t share_bytes() const { return share_units_of(run.a.bytes, run.owners()) * 16; }
-  WEFT_DEVICE uint32_t turn() const { return (run.block.index() + pipe) % run.owners(); }
-  // Pieces of all rounds; short shares have fewer.
-  WEFT_DEVICE uint32_t most() const {
-    return static_cast<uint32_t>(pieces_of(run, pipe, share_bytes()).count()) * run.owners();
+  WEFT_DEVICE void tell(uint64_t rounds) const {
+    for (uint32_t peer = warp.rank(); peer < run.ranks; peer += warp.size())
+      if (peer != run.self) run.mesh.to(peer).put_value(word(), meeting << 32 | rounds);
   }
-  // Tells every owner how many of its pieces are among the first so many.
-  WEFT_DEVICE void tell(uint32_t pieces) const {
-    const uint32_t owners = run.owners();
-    for (uint32_t peer = warp.rank(); peer < run.ranks; peer += warp.size()) {
-      if (peer == run.self || !run.owns(peer)) continue;
-      const uint32_t place = (run.share(peer) + owners - turn()) % owners;  // in each round
-      run.mesh.to(peer).put_value(word(), meeting << 32 | (pieces + owners - 1 - place) / owners);
-    }
-  }
-  // Waits for so many of this owner's; in every lane, whether they came.
-  WEFT_DEVICE bool wait(uint64_t pieces) const {
+  // Waits for so many; in every lane, whether they came.
+  WEFT_DEVICE bool wait(uint64_t rounds) const {
     uint32_t came = 1;
     if (warp.rank() == 0) {
       PeerPatience patience{{run.a.wait}, run.block.index()};
       const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + word());
-      const uint64_t wanted = meeting << 32 | pieces;
+      const uint64_t wanted = meeting << 32 | rounds;
       uint64_t seen = load_acquire(here);
       for (uint32_t looks = 0; seen < wanted && came != 0; ++looks) {
         came = patience.ends(looks, run.a.root, wanted, seen) ? 0 : 1;
@@ -132,58 +116,34 @@ struct Sent {
   }
 };
 
-// Whether other warps tell what the root's warps have sent. A release waits for all that its SM has under way, so the
-// links would run dry at each.
-template <class R>
-WEFT_DEVICE bool tells_apart(const R& run, const Warp& warp) {
-  return run.goes_on() && run.block.size() / warp.size() >= 2 * run.a.pipe_warps;
-}
-
-template <class R>
-WEFT_DEVICE void tell_what_arrived(const R& run, const Warp& warp, uint64_t meeting) {
-  const uint32_t pipe = warp.index() - run.a.pipe_warps;
-  const Sent<R> sent{run, warp, pipe, meeting};
-  const uint32_t all = sent.most();
-  for (uint32_t told = 0; told < all;) {  // the warp that sends waits for no peer
-    const uint32_t arrived = warp.broadcast(load_acquire_block(&run.met()->arrived[pipe]));
-    if (arrived != told) sent.tell(told = arrived);
-  }
-}
-
 template <class R, class Pipe>
 WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
-  const Sent<R> sent{run, warp, warp.index(), meeting};
-  const uint64_t share_bytes = sent.share_bytes();
-  const Pieces pieces = pieces_of(run, warp.index(), share_bytes);
-  uint32_t stored = 0, rounds_told = 0;
-  auto tell = [&](uint32_t arrived) {
-    if (tells_apart(run, warp)) {
-      if (warp.rank() == 0) store_release_block(&run.met()->arrived[warp.index()], arrived);
-    } else if (arrived / run.owners() != rounds_told) {
-      rounds_told = arrived / run.owners();
-      sent.tell(arrived);
-    }
-  };
-  uint32_t round = 0, share = 0;
+  const Rounds<R> rounds{run, warp, meeting};
+  const uint64_t share_bytes = share_units_of(a.bytes, run.owners()) * 16;
+  const Pieces pieces = pieces_of(run, warp, share_bytes);
+  // Warps begin with different owners, or all would send to the same one at a time.
+  const uint32_t turn = (run.block.index() + warp.index()) % run.owners();
+  uint32_t round = 0, share = 0, told = 0;
   pipe.run(
       [&]() -> RowItem<Copy> {
         for (; pieces.at(round) < share_bytes; ++round, share = 0) {
           while (share < run.owners()) {
-            const uint32_t which = (sent.turn() + share++) % run.owners();
+            const uint32_t which = (turn + share++) % run.owners();
             const uint64_t at = which * share_bytes + pieces.at(round), end = (which + 1) * share_bytes;
             if (at >= a.bytes) continue;  // the last shares may be short
-            return {{a.input + at, pieces.bytes_at(at, end < a.bytes ? end : a.bytes)}, {at, run.peer(which + 1)}};
+            return {{a.input + at, pieces.bytes_at(at, end < a.bytes ? end : a.bytes)},
+                    {at, run.peer(which + 1), round}};
           }
         }
         return {};
       },
       [&](const Copy& copy, RowPiece stage) {
-        if (run.goes_on() && stored > kPassedInFlight) {
-          pipe.template drain_but<kPassedInFlight>();
-          tell(stored - kPassedInFlight);
+        if (run.goes_on() && copy.round > told + 2) {
+          // All but the last two pieces have arrived, so all rounds but the last two have: one may have one piece.
+          pipe.template drain_but<2>();
+          rounds.tell(told = copy.round - 2);
         }
-        ++stored;
         std::byte* own = a.output == a.input ? nullptr : a.output + copy.at;
         for (uint32_t first = 0; first < 2; first += warp.size()) {
           const uint32_t to = first + warp.rank();
@@ -192,25 +152,25 @@ WEFT_DEVICE void send_shares(const R& run, const Warp& warp, Pipe& pipe, uint64_
       });
   if (!run.goes_on()) return;
   pipe.drain();
-  tell(sent.most());
+  rounds.tell(pieces.count());
 }
 
 template <class R, class Pipe>
 WEFT_DEVICE void pass_share_on(const R& run, const Warp& warp, Pipe& pipe, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
-  const Sent<R> sent{run, warp, warp.index(), meeting};
+  const Rounds<R> rounds{run, warp, meeting};
   const uint64_t share_units = share_units_of(a.bytes, run.owners());
   const Piece share = share_of_buffer(a.output, a.bytes, share_units, run.share(run.self));
   const uint64_t share_at = run.share(run.self) * share_units * 16;
-  const Pieces pieces = pieces_of(run, warp.index(), share.bytes);
+  const Pieces pieces = pieces_of(run, warp, share.bytes);
   for (uint64_t round = 0; pieces.at(round) < share.bytes; ++round) {
-    if (!sent.wait(round + 1)) {
+    if (!rounds.wait(round + 1)) {
       if (warp.rank() == 0) store_release_block(&run.met()->all_came, 0);
       return;
     }
     pipe.sees_arrived();
     const uint64_t at = pieces.at(round);
-    const RowItem<Copy> piece = {{share.at + at, pieces.bytes_at(at, share.bytes)}, {share_at + at, run.self}};
+    const RowItem<Copy> piece = {{share.at + at, pieces.bytes_at(at, share.bytes)}, {share_at + at, 0}};
     pipe.pass(piece, [&](const Copy& copy, RowPiece stage) {
       for (uint32_t first = 0; first < run.ranks; first += warp.size()) {
         const uint32_t peer = first + warp.rank();
@@ -226,9 +186,6 @@ WEFT_DEVICE void pass_share_on(const R& run, const Warp& warp, Pipe& pipe, uint6
 template <class R>
 WEFT_DEVICE void spread(const R& run, uint64_t meeting) {
   const Warp warp;
-  if (run.is_root() && tells_apart(run, warp) && warp.index() >= run.a.pipe_warps &&
-      warp.index() < 2 * run.a.pipe_warps)
-    tell_what_arrived(run, warp, meeting);
   if (warp.index() >= run.a.pipe_warps) return;
   RowPipe<kPipeStages> pipe(warp, stages_of(run, warp), run.a.piece_bytes);
   if (run.is_root())

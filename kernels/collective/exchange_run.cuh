@@ -19,11 +19,11 @@ template <class Combiner>
 inline constexpr uint32_t kSourcesInFlight = Combiner::kPerVec > 8 ? 2 : 8;
 
 // Places of all ranks' inputs and outputs, in shared memory after a meeting.
-struct alignas(8) Met {  // addresses follow
+struct Met {
   uint32_t all_have_places;
   uint32_t all_came;
   uint32_t lost;  // the slice, as the low half of its number, for which a thread waited in vain
-  uint32_t arrived[kMostPipeWarps];  // pieces of a broadcast, by the warp that sends them
+  uint32_t reserved;
 };
 WEFT_DEVICE constexpr uint32_t places_bytes(uint32_t ranks) {
   return (static_cast<uint32_t>(sizeof(Met)) + 2 * ranks * 8 + 127) / 128 * 128;

@@ -24,7 +24,7 @@ constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
 constexpr uint64_t kPiecesPerPipe = 4;
 // Of a broadcast that goes on from rank to rank: as many pieces for each owner as make the last ones, which nothing
 // overlaps, count little, but none so small that its signals count (measured on 4 H100).
-constexpr uint64_t kRoundsPerPipe = 20, kLeastPassedBytes = 2048;
+constexpr uint64_t kRoundsPerPipe = 10, kLeastPassedBytes = 8192;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;

@@ -144,8 +144,10 @@ Status ncclComm::make_runners() {
     if (other != std::to_string(digest))
       return weft::logged(Status::invalid("program book: ranks read different ones"));
   book_ = std::make_unique<weft::ProgramBook>(std::move(*book));
-  weft::RunnerOptions whole{.channels = book_->channels(false)};
-  weft::RunnerOptions pairs{.channels = book_->channels(true), .has_exchanges = false};
+  // enter_stream() and leave_stream() order the calls of both.
+  weft::RunnerOptions whole{.channels = book_->channels(false), .orders_streams = false};
+  weft::RunnerOptions pairs{
+      .channels = book_->channels(true), .has_exchanges = false, .orders_streams = false};
   if (!device_.is_host()) {
     // Sixteen blocks a link, each with eight messages on their way: smaller ones keep the memory in bounds.
     whole.simple_slot_bytes = pairs.simple_slot_bytes = weft::nccl::kSlotBytes;

@@ -55,6 +55,7 @@ bool starts_in_turn(const std::vector<ncclComm_t>& comms, const std::vector<std:
 }
 
 ncclResult_t run_shares(std::vector<Operation> operations) {
+  const CaptureLooks looks;
   std::vector<ncclComm_t> comms;
   std::vector<std::vector<Operation>> shares;
   for (Operation& operation : operations) {

@@ -135,6 +135,7 @@ std::pair<uint64_t, uint64_t> form_of(const Operation& o) {
 
 Status ncclComm::run(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
+  const weft::CaptureLooks looks;
   const Status status =
       is_stopped_ ? Status(Code::kClosed, "the communicator was aborted") : run_in_order(operations);
   note(status);

@@ -6,6 +6,7 @@
 //   StreamMark mark(device);
 //   WEFT_TRY(mark.note(stream));    // `stream` may be gone
 //   WEFT_TRY(mark.wait(another));   // by now
+//   CaptureLooks looks;             // until it goes, this thread's is_capturing() asks the driver once for each stream
 // On the host there is nothing to wait for. Threads: one caller at a time. Errors: kSystem from the driver.
 #pragma once
 
@@ -45,5 +46,13 @@ class StreamOrder {
 
 // Whether a stream records a graph; false on the host. Errors: kSystem from the driver.
 Result<bool> is_capturing(Device device, void* stream);
+
+// For the length of one call, which neither begins nor ends a capture. May be nested.
+class CaptureLooks {
+ public:
+  CaptureLooks();
+  ~CaptureLooks();
+  CaptureLooks(const CaptureLooks&) = delete;
+};
 
 }  // namespace weft

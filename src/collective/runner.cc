@@ -112,6 +112,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   runner->exchange_ = plan.exchange;
   WEFT_TRY_ASSIGN(runner->exchange_states_,
                   LocalMemory::create(device, (wanted.exchange_blocks + 1) * sizeof(ExchangeState)));
+  runner->orders_streams_ = options.orders_streams;
   runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
   runner->direct_bytes_ = options.direct_bytes ? options.direct_bytes
                           : is_host            ? kHostDirectBytes
@@ -351,10 +352,13 @@ const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
 Status CollectiveRunner::launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes,
                                 const void* shape, void* stream, bool is_of_pairs) {
   how.stream = stream;
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(comm_->device(), stream));
-  if (!is_captured) WEFT_TRY(last_run_.wait(stream));
+  bool has_order = !orders_streams_;
+  if (!has_order) {
+    WEFT_TRY_ASSIGN(has_order, is_capturing(comm_->device(), stream));
+  }
+  if (!has_order) WEFT_TRY(last_run_.wait(stream));
   WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
-  if (!is_captured && !is_of_pairs) WEFT_TRY(last_run_.note(stream));
+  if (!has_order && !is_of_pairs) WEFT_TRY(last_run_.note(stream));
   return comm_->device().is_host() ? fault() : Status();
 }
 

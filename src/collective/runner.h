@@ -51,6 +51,9 @@ struct RunnerOptions {
   double timeout_s = 0;       // 0 takes the communicator's
   uint64_t direct_bytes = 0;  // least message that may bypass its slot; 0: chosen for the device
   bool has_exchanges = true;  // room for exchange(), tens of MiB on GPUs
+  // Whether calls on several streams follow one another by themselves; false: whoever makes them sees to that. Not in
+  // graphs, whose own order counts.
+  bool orders_streams = true;
 };
 
 // One rank's program, as weft.collectives.executor flattens it.
@@ -244,6 +247,7 @@ class CollectiveRunner {
   LinkDelays delays_{};
   std::atomic<const char*> last_program_ = "";  // the name of a program, or a constant
   Status broken_;
+  bool orders_streams_ = true;
   StreamMark last_run_;  // of all but pairs
   PeerWatch::Alarm on_death_;
 };

@@ -105,6 +105,9 @@ def refuse(rank: Rank) -> None:
             buffer.engram_write(storage, sf)
     with pytest.raises(weft.Error, match=r"storage \(entries\): got \d on rank 0 and \d on rank 1"):
         buffer.engram_write(entries[: 2 + rank.rank])
+    buffer.engram_write(entries[:0])
+    with pytest.raises(weft.Error, match="allowed: none: the table has no entries"):
+        buffer.engram_fetch(indices)
     buffer.engram_write(entries)
     last = 4 * rank.size
     for wrong in (-1, last):

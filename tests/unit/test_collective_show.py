@@ -39,6 +39,15 @@ def test_small_drawings_have_all_arrows_and_large_ones_those_of_a_chunk(tmp_path
     assert 0 < len(arrows) < 2 * 8 and all("3.0" in names.split() for names in arrows)
 
 
+def test_a_misspelt_name_gets_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "allgather_rings", "--ranks", "4"]) == 1
+    assert (
+        "got allgather_rings" in (said := capsys.readouterr().err) and "did you mean allgather_ring?" in said
+    )
+    assert main(["show"]) == 1
+    assert "source: got nothing" in capsys.readouterr().err
+
+
 def test_chunk_that_nobody_moves_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["show", "allgather_ring", "--ranks", "4", "--chunk", "9.0", "-o", str(tmp_path / "a.svg")]
     assert main(command) == 1

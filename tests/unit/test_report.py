@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from weft.bench.report import Report, Row, check_document, number_text, plain_text, slowest_rank
+from weft.runtime.tables import output_file
 
 
 def a_report(console: Console | None = None) -> Report:
@@ -69,6 +71,20 @@ def test_files_are_written_where_asked(tmp_path: Path) -> None:
     report.finish(tmp_path / "new" / "result.json", tmp_path / "plots" / "result.png")
     assert check_document(json.loads((tmp_path / "new" / "result.json").read_text())) == []
     assert (tmp_path / "plots" / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_a_run(tmp_path: Path) -> None:
+    good, bad = str(tmp_path / "new" / "a.json"), str(tmp_path)
+    assert output_file(good) == good
+    assert not Path(good).exists()
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"got {bad}, which cannot be written: Is a directory"
+    ):
+        output_file(bad)
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    output_file(str(kept))
+    assert kept.read_text() == "{}"
 
 
 def test_numbers_have_no_exponent() -> None:

@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 
 from weft.runtime.machine import machine, versions
-from weft.runtime.tables import Column, Table, add_wide_argument, make_console, size_text
+from weft.runtime.tables import Column, Table, add_wide_argument, make_console, output_file, size_text
 
 # What a row must hold, and the types that JSON may carry for it.
 ROW_FIELDS: dict[str, tuple[type, ...]] = {
@@ -239,7 +239,7 @@ def head_of(name: str) -> str:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--json FILE``, ``--plot FILE``, also called ``--compare``, and ``--wide``."""
     add_wide_argument(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the result there as JSON")
     parser.add_argument(
         "--plot",
         "--compare",
@@ -254,6 +254,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".t
 
 def picture_file(given: str) -> str:
     """Check the name of a picture before anything is measured. Raises: ArgumentTypeError, for argparse."""
+    output_file(given)
     if Path(given).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"got {given}, allowed: a name that ends in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:

@@ -21,6 +21,7 @@ import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def read_arguments(args: argparse.Namespace) -> Algorithm:
 
 def _find(args: argparse.Namespace) -> Program | Algorithm:
     if not args.source:
-        raise invalid("source", None, "a file or the name of a library algorithm (weft compile --list)")
+        raise invalid("source", "nothing", "a file or the name of a library algorithm (weft compile --list)")
     return _source(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
 
 
@@ -171,7 +172,9 @@ def _source(
         return build(source, ranks, **options)
     path = Path(source)
     if not path.is_file():
-        raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
+        near = get_close_matches(source, entries(), n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise invalid("source", source, f"an existing file, or a name that weft compile --list shows{meant}")
     if path.suffix != ".py":
         return _loaded(path, ranks, options)
     programs = programs_of(path, ranks, options, arguments)

@@ -35,7 +35,7 @@ from weft.collectives.language import Program, Ref
 from weft.collectives.library import build, entries
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
-from weft.runtime.tables import size
+from weft.runtime.tables import output_file, size
 
 COLLECTIVES = {
     "all_gather": "allgather",
@@ -446,7 +446,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run it and the library's best three N times, in turns, on CPU ranks whose links are as slow as those of "
         "the topology; choose delays that are large against this machine's noise",
     )
-    parser.add_argument("--json", metavar="FILE", help="with --measure: write the result there as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", type=output_file, help="with --measure: write the result there as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -109,7 +109,8 @@ class EngramReads:
         table, total = self._table, int(self._table.entries_per_rank) * self._contexts.size
         if not context.is_cuda and ids.numel() > 0 and not (int(ids.min()) >= 0 and int(ids.max()) < total):
             worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise invalid("indices", f"entry {worst}", f"0 to {total - 1}")
+            allowed = f"0 to {total - 1}" if total else "none: the table has no entries"
+            raise invalid("indices", f"entry {worst}", allowed)
         context.begin(None)
         with context.on_comm_stream():
             hidden = int(table.row_bytes) // self._entry_type.itemsize

@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -176,6 +177,23 @@ def size(text: str) -> int:
         return int(text[:-1] if unit > 1 else text) * unit
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
+
+
+def output_file(given: str) -> str:
+    """Check that a file can be written before anything is measured. Makes its folder. Ranks may do it at once.
+
+    Raises: ArgumentTypeError, for argparse.
+    """
+    path = Path(given)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {given}, which cannot be written: {error.strerror}") from None
+    return given
 
 
 def size_text(num_bytes: int) -> str:

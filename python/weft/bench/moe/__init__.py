@@ -225,7 +225,13 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:
         report.add(row)
-    kernels = ("kernel_us", "kernel_warm_us", "cached_kernel_us", "deep_ep_kernel_us")
+    kernels = (
+        "kernel_us",
+        "kernel_warm_us",
+        "cached_kernel_us",
+        "deep_ep_kernel_us",
+        "deep_ep_v2_kernel_us",
+    )
     report.add_columns([name for name in kernels if any(name in row.extra for row in measured.rows)])
     report.add_columns(time_columns(measured.rows))
     for line in measured.notes:

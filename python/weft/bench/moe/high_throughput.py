@@ -6,6 +6,7 @@ all of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable
@@ -55,9 +56,12 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     }
     for of_peer in calls.values():
         _check(bench, inputs, payload, of_peer)
+    if kind_of_v2 := getattr(deep_ep, "ElasticBuffer", None):
+        calls["deep_ep_v2"] = elastic = make_elastic(bench, kind_of_v2, worst_rows)
+        check_elastic(bench, inputs, elastic)
 
     traffic = inputs.traffic(o.experts)
-    sent = _Samples(bench, inputs, payload, calls, traffic)
+    sent = Samples(bench, inputs, payload, calls, traffic)
 
     def take(index: int) -> None:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
@@ -92,13 +96,13 @@ def _kernel_times(
     worst_rows = o.tokens * bench.me.size if o.is_captured else 0
     with kernel_time.noting_blocks():
         of_weft = peers.HighThroughput(make_buffer(bench, weft.Buffer), o.experts, worst_rows)
-        samples = _Samples(bench, inputs, payload, {"weft": of_weft}, traffic)
+        samples = Samples(bench, inputs, payload, {"weft": of_weft}, traffic)
         times = kernel_time.kernel_times(bench, of_weft.buffer, samples.calls_by_row())
         of_weft.buffer.destroy()
     return times
 
 
-class _Samples:
+class Samples:
     """Takes one sample of every call of every peer along given routes."""
 
     def __init__(
@@ -132,7 +136,7 @@ class _Samples:
             lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, routes)
         )
         combine, combined = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
-        handle = self._lay_out_and_dispatch(peers.HighThroughput(of_peer.buffer, of_peer.experts))[4]
+        handle = self._lay_out_and_dispatch(dataclasses.replace(of_peer, worst_rows=0))[4]
         cached, again = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
         both, anew = self.bench.captured(lambda: self._lay_out_and_dispatch(of_peer))
         self._kept.append((routes, results, combined, handle, again, anew))  # replays read and write there
@@ -176,7 +180,7 @@ class _Samples:
     def turns(self) -> list[Callable[[Eager], None]]:
         """Return every peer's calls, to be made in a row; the host waits for counts."""
         of_buffers = [
-            functools.partial(self._in_turn, name, peers.HighThroughput(of_peer.buffer, of_peer.experts))
+            functools.partial(self._in_turn, name, dataclasses.replace(of_peer, worst_rows=0))
             for name, of_peer in self.calls.items()
         ]
         return [*of_buffers, lambda clock: self._take_others(clock.call)]
@@ -234,6 +238,31 @@ def make_buffer(bench: Bench, kind: Any) -> Any:
         worst_bytes = bench.options.tokens * me.size * (hidden_bytes + _META_BYTES)
         nvl_bytes = max(nvl_bytes, _MOST_OUTPUTS * worst_bytes)
     return kind(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True)
+
+
+def make_elastic(bench: Bench, kind: Any, worst_rows: int) -> peers.Elastic:
+    """Return the calls of an ``ElasticBuffer`` with room for rows of bfloat16."""
+    o = bench.options
+    buffer = kind(
+        bench.me.group,
+        num_max_tokens_per_rank=o.tokens,
+        hidden=o.hidden,
+        num_topk=o.top_k,
+        explicitly_destroy=True,
+    )
+    return peers.Elastic(buffer, o.experts, worst_rows)
+
+
+def check_elastic(bench: Bench, inputs: Inputs, calls: peers.Elastic) -> None:
+    """Check what a dispatch and its combine make of rows of bfloat16. Collective. Raises: Mismatch."""
+    o, me = bench.options, bench.me
+    topk_idx = inputs.routes[0][me.rank].to(bench.device)
+    rows, _, _, _, handle, _ = calls.dispatch(inputs.mine, topk_idx, inputs.my_weights, None)
+    combined = calls.combine(rows * check.rank_factor(me.rank), handle)
+    per_node = o.ranks_per_node or me.size
+    check.check_ht_combine(
+        combined, inputs.rows[me.rank], inputs.routes[0][me.rank], o.experts, me.size, per_node
+    )
 
 
 def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.HighThroughput) -> None:

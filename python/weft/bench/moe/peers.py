@@ -58,6 +58,26 @@ class HighThroughput:
 
 
 @dataclass
+class Elastic(HighThroughput):
+    """The same calls of an ``ElasticBuffer`` with the signatures of DeepEP V2. Rows may come in any order."""
+
+    def layout(self, topk_idx: Tensor) -> None:
+        """Return nothing: a dispatch counts by itself."""
+
+    def dispatch(self, x: Payload, topk_idx: Tensor, topk_weights: Tensor, layout: Any) -> Any:
+        """Return six results as a Buffer does, without counts."""
+        rows, ids, weights, handle, event = self.buffer.dispatch(
+            x, topk_idx, topk_weights, num_experts=self.experts, do_cpu_sync=self.worst_rows == 0
+        )
+        return rows, ids, weights, [], handle, event
+
+    def dispatch_cached(self, x: Payload, handle: Any) -> Any:
+        """Return the six results of a dispatch along the routes of an earlier one."""
+        rows, ids, weights, again, event = self.buffer.dispatch(x, handle=handle)
+        return rows, ids, weights, [], again, event
+
+
+@dataclass
 class LowLatency:
     """The low-latency calls of a buffer with DeepEP's signatures."""
 

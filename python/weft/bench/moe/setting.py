@@ -297,7 +297,7 @@ def shape_columns(bench: Bench) -> dict[str, Any]:
 
 def _baselines(bench: Bench) -> dict[str, str]:
     """Return the columns of peers by what their samples are called."""
-    same = {name: name for name in ("memcpy", "deep_ep", "low_latency", "high_throughput")}
+    same = {name: name for name in ("memcpy", "deep_ep", "deep_ep_v2", "low_latency", "high_throughput")}
     return {"all_to_all": all_to_all_name(bench), **same}
 
 

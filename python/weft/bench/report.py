@@ -254,12 +254,11 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".t
 
 def picture_file(given: str) -> str:
     """Check the name of a picture before anything is measured. Raises: ArgumentTypeError, for argparse."""
-    output_file(given)
     if Path(given).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"got {given}, allowed: a name that ends in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install matplotlib")
-    return given
+    return output_file(given)
 
 
 def slowest_rank(samples_us_by_rank: Sequence[Sequence[float]]) -> list[float]:

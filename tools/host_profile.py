@@ -55,6 +55,7 @@ GOALS_US = {
     "low_latency pair, hooks": 25.0,
     "layout": 10.0,
     "dispatch, cached": 25.0,
+    "dispatch, cached, FP8": 25.0,
     "combine": 20.0,
     "barrier": 8.0,
     "all_reduce 1 KiB": 8.0,
@@ -205,9 +206,12 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]
 
     received, *_, handle, _ = dispatch()
     rows = received.clone()
+    scales = torch.ones(tokens, args.hidden // 128, device=args.device)
+    quantized = (x.to(torch.float8_e4m3fn), scales)
     return {
         "layout": lambda: buffer.get_dispatch_layout(ids, args.experts),
         "dispatch, cached": lambda: buffer.dispatch(x, handle=handle),
+        "dispatch, cached, FP8": lambda: buffer.dispatch(quantized, handle=handle),
         "combine": lambda: buffer.combine(rows, handle),
         "layout + dispatch, counts waited": dispatch,
         "barrier": lambda: elastic.barrier(),

@@ -53,6 +53,20 @@ _EXCHANGED_TYPES = {
     torch.float32: (2, 32),
     torch.bfloat16: (4, 16),
 }
+# Of DLPack 1.1, which torch can read from 2.8 on.
+_LATER_EXCHANGED_TYPES = {torch.float8_e4m3fn: (10, 8), torch.float8_e5m2: (12, 8)}
+
+
+def _can_be_exchanged(dtype: torch.dtype) -> bool:
+    try:
+        return bool(from_dlpack(torch.empty(1, dtype=dtype)).dtype is dtype)
+    except (RuntimeError, TypeError, BufferError):
+        return False
+
+
+_EXCHANGED_TYPES |= {
+    dtype: coded for dtype, coded in _LATER_EXCHANGED_TYPES.items() if _can_be_exchanged(dtype)
+}
 # from_dlpack() asks for streams first, of an object: here nothing waits for any.
 _from_capsule: Any = torch._C._from_dlpack
 

@@ -378,11 +378,14 @@ class HighThroughputCalls:
 
     def _check_rows(self, x: Payload) -> tuple[DeviceContext, high_throughput.Rows]:
         """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
-        forms = plain_forms(x) if isinstance(x, Tensor) else ()
-        signature: Signature = ("rows", forms) if forms else ()
+        is_plain = isinstance(x, Tensor)
+        parts: Any = (x, None) if is_plain else x if isinstance(x, (tuple, list)) else ()
+        forms = plain_forms(*parts)
+        signature: Signature = ("rows", is_plain, forms) if forms else ()
         form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
-        if form is not None and isinstance(x, Tensor):
-            return form[0], high_throughput.Rows(x, None, known_format=form[1])
+        if form is not None:
+            plain, scales = parts
+            return form[0], high_throughput.Rows(plain, scales, known_format=form[1])
         context = self._contexts.of("x", x)
         if isinstance(x, (tuple, list)) and len(x) == 3:
             packed, words = arguments.check_nvfp4_rows(x, "tokens", context.device)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from weft.bench.eager import Eager
 from weft.bench.moe import high_throughput, peers
 from weft.bench.moe.setting import Bench, Inputs, Options
 from weft.moe.buffer import Buffer
@@ -25,10 +24,7 @@ def _elastic_beside_weft(rank: Rank) -> list[str]:
         {"weft": weft_calls, "deep_ep_v2": elastic},
         inputs.traffic(options.experts),
     )
-    clock = Eager(on_gpu=False)
-    for turn in samples.turns():
-        turn(clock)
-    return list(clock.slowest(rank.group))
+    return list(bench.in_a_row(samples.turns()))
 
 
 def test_an_elastic_buffer_is_measured_beside_wefts() -> None:

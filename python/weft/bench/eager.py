@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls one after another, as a program without CUDA graphs makes them: what each costs the host, and how long it is.
 
+    def turn(clock: Eager) -> None:
+        with clock.together("weft round_trip"):
+            handle = clock.call("weft dispatch", lambda: buffer.low_latency_dispatch(x, ids, 64, 256))[2]
+            clock.call("weft combine", lambda: buffer.low_latency_combine(y, ids, weights, handle))
+
     clock = Eager(on_gpu=False)
-    for _ in range(20):
-        handle = clock.call("weft dispatch", lambda: buffer.low_latency_dispatch(x, ids, 64, 256))[2]
-        clock.call("weft combine", lambda: buffer.low_latency_combine(y, ids, weights, handle))
+    clock.measure(turn, rounds=20, warmup=3)
     times = clock.slowest(group)["weft dispatch"]     # Times(enqueue_us=..., eager_us=...)
 
-Where ranks wait for each other, the slowest dispatch and the slowest combine of a round are more than its slowest pair.
-``with clock.together("weft round_trip"):`` around the two calls takes the time of the pair, too.
+Where ranks wait for each other, the slowest dispatch and the slowest combine of a round are more than its slowest pair:
+``together`` takes the time of the pair, too.
 
 ``enqueue_us``: on a GPU, until the call returns, which is when its kernels are enqueued (a call that waits for counts
 returns later); on the CPU, the processor time of the call without that of its kernels.
 ``eager_us``: from the end of the call before to the end of this one, on the GPU's clock where there is one; kernels
 included. Both are medians over the rounds, of each round's slowest rank.
+
+On a GPU the calls are made twice. An event after each tells their ends apart, but costs the host as much as a part of a
+call. So ``enqueue_us``, and ``eager_us`` of a turn as a whole, are from a second time without such events.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +37,8 @@ import torch.distributed
 
 from weft import _core
 from weft.bench.report import Row, slowest_rank
+
+_BATCHES = 5  # of a turn's rounds on a GPU, each a sample of the turn as a whole
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Times:
 @dataclass
 class _Laps:
     enqueue_us: list[float] = field(default_factory=list)
-    ends: list[tuple[Any, Any]] = field(default_factory=list)  # of the call before, and of this one
+    apart: list[tuple[Any, Any, int]] = field(default_factory=list)  # ends of the call before and of this one; 1
+    whole: list[tuple[Any, Any, int]] = field(default_factory=list)  # the same of so many turns
 
 
 class Eager:
@@ -57,18 +67,43 @@ class Eager:
         # Ranks on the CPU share cores: what others do there is no part of a call.
         self._clock = time.perf_counter_ns if on_gpu else time.thread_time_ns
         self._laps: dict[str, _Laps] = {}
+        self._together: set[str] = set()
+        self._is_apart = True  # an event follows each call
         self._spare: list[Any] = []
         self._enqueued_us = 0.0  # of all calls so far
-        self._last = self._mark()
+        self._last: Any = None
 
-    def start(self, rounds: int, names: int) -> None:
-        """Forget what was measured of calls before, as a warm-up. Then so many rounds of so many calls are expected."""
-        self._laps.clear()
+    def measure(self, turn: Callable[[Eager], None], rounds: int, warmup: int) -> None:
+        """Make the calls of ``turn`` again and again: ``warmup`` times, which do not count, then ``rounds`` times.
+
+        Several calls with the same turn add up.
+        """
+        kept, self._laps = self._laps, {}
+        for _ in range(warmup):
+            turn(self)
         if self._on_gpu:  # an event is made when it is first recorded
-            self._spare = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * names + 1)]
+            self._spare = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(self._laps) + 1)]
             for event in self._spare:
                 event.record()
+        self._laps = kept
         self._last = self._mark()
+        for _ in range(rounds):
+            turn(self)
+        if self._on_gpu:
+            self._measure_as_a_whole(turn, rounds)
+
+    def _measure_as_a_whole(self, turn: Callable[[Eager], None], rounds: int) -> None:
+        batch = -(-rounds // _BATCHES)
+        ends = [self._mark()]
+        self._is_apart = False
+        for _ in range(-(-rounds // batch)):
+            for _ in range(batch):
+                turn(self)
+            ends.append(self._mark())
+        self._is_apart = True
+        for name, laps in self._laps.items():
+            if name in self._together or len(self._laps) == 1:
+                laps.whole += [(*pair, batch) for pair in pairwise(ends)]
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Return ``function()``; keep its times under ``name``."""
@@ -76,32 +111,35 @@ class Eager:
         result = function()
         host_ns = self._clock() - started
         kernel_ns = _core.host_kernel_ns() - kernel_ns
-        before, self._last = self._last, self._mark()
+        before = self._last
+        if self._is_apart:
+            self._last = self._mark()
         enqueue_us = (host_ns - kernel_ns) / 1e3
         self._enqueued_us += enqueue_us
-        self._keep(name, enqueue_us if self._on_gpu or kernel_ns else None, before)
+        self._keep(name, enqueue_us, kernel_ns > 0, before)
         return result
 
     @contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Keep the calls made inside as one, too, under ``name``."""
+        """Keep the calls made inside, which are a whole turn, as one, too, under ``name``."""
+        self._together.add(name)
         before, enqueued_us, kernel_ns = self._last, self._enqueued_us, _core.host_kernel_ns()
         yield
-        is_told_apart = self._on_gpu or _core.host_kernel_ns() > kernel_ns
-        self._keep(name, self._enqueued_us - enqueued_us if is_told_apart else None, before)
+        self._keep(name, self._enqueued_us - enqueued_us, _core.host_kernel_ns() > kernel_ns, before)
 
-    def _keep(self, name: str, enqueue_us: float | None, before: Any) -> None:
+    def _keep(self, name: str, enqueue_us: float, ran_on_host: bool, before: Any) -> None:
         laps = self._laps.setdefault(name, _Laps())
-        if enqueue_us is not None:
+        if not self._is_apart or (ran_on_host and not self._on_gpu):
             laps.enqueue_us.append(enqueue_us)
-        laps.ends.append((before, self._last))
+        if self._is_apart:
+            laps.apart.append((before, self._last, 1))
 
     def slowest(self, group: Any) -> dict[str, Times]:
         """Return the times of every name. Collective over ``group``; every rank made the same calls."""
         if self._on_gpu:
             torch.cuda.synchronize()
         mine = {
-            name: (laps.enqueue_us, [self._between_us(*ends) for ends in laps.ends])
+            name: (laps.enqueue_us, [self._between_us(*ends) for ends in laps.whole or laps.apart])
             for name, laps in self._laps.items()
         }
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -121,8 +159,9 @@ class Eager:
         event.record()
         return event
 
-    def _between_us(self, before: Any, after: Any) -> float:
-        return float(before.elapsed_time(after) * 1e3 if self._on_gpu else (after - before) / 1e3)
+    def _between_us(self, before: Any, after: Any, calls: int) -> float:
+        us = before.elapsed_time(after) * 1e3 if self._on_gpu else (after - before) / 1e3
+        return float(us) / calls
 
 
 def add_times(row: Row, mine: Times | None, of_peers: dict[str, Times]) -> None:

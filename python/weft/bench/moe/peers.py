@@ -73,7 +73,7 @@ class Elastic(HighThroughput):
 
     def dispatch_cached(self, x: Payload, handle: Any) -> Any:
         """Return the six results of a dispatch along the routes of an earlier one."""
-        rows, ids, weights, again, event = self.buffer.dispatch(x, handle=handle)
+        rows, ids, weights, again, event = self.buffer.dispatch(x, handle=handle, num_experts=self.experts)
         return rows, ids, weights, [], again, event
 
 

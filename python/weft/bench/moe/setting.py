@@ -34,7 +34,7 @@ from weft.testing.ranks import Rank
 # Writing it takes some 300 us, in which the host gets ahead of the GPU: else ranks start when their hosts get to it.
 L2_FLUSH_BYTES = 1 << 30
 ROUTE_SETS = 8
-_MOST_CALLS = 8  # of a turn
+_ALTERNATIONS = 5
 Timed = Callable[[str, Callable[[], Any]], Any]  # makes a call and keeps its time under a name
 
 
@@ -138,18 +138,18 @@ class Bench:
     def in_a_row(self, turns: Sequence[Callable[[Eager], None]]) -> dict[str, Times]:
         """Return what calls cost that follow one another, outside of graphs: see weft.bench.eager. Collective.
 
-        Args: turns: each makes its calls once by the Eager it is given; they take turns after all rounds of one.
+        Args: turns: each makes its calls once by the Eager it is given. They alternate some times, as processors have
+            fast and slow seconds.
         """
-        found: dict[str, Times] = {}
         o = self.options
-        for turn in turns:
-            clock = Eager(self.on_gpu)
-            self.line_up()
-            for _ in range(o.warmup):
-                turn(clock)
-            clock.start(o.iterations, _MOST_CALLS)
-            for _ in range(o.iterations):
-                turn(clock)
+        clocks = [Eager(self.on_gpu) for _ in turns]
+        times = min(_ALTERNATIONS, o.iterations)
+        for _ in range(times):
+            for clock, turn in zip(clocks, turns, strict=True):
+                self.line_up()
+                clock.measure(turn, -(-o.iterations // times), o.warmup)
+        found: dict[str, Times] = {}
+        for clock in clocks:
             found |= clock.slowest(self.me.group)
         return found
 

@@ -205,10 +205,12 @@ Communicator::WindowPlace CollectiveRunner::find_place(const std::byte* memory) 
 }
 
 // On GPUs peers read a buffer more slowly than its owner stores into their slots. So programs in which nobody stores
-// into a buffer get no address.
+// into a buffer get no address, which would cost questions to the driver.
 void CollectiveRunner::place(BufferLayout& layout, bool is_stored_to) const {
-  const Communicator::WindowPlace found = find_place(layout.base);
-  if (found.number < 0 || (found.number >= kMaxWindows && limits_.is_cuda && !is_stored_to)) return;
+  const bool may_be_shared = !limits_.is_cuda || is_stored_to;
+  const Communicator::WindowPlace found =
+      may_be_shared ? find_place(layout.base) : comm_->find_window(layout.base);
+  if (found.number < 0 || (found.number >= kMaxWindows && !may_be_shared)) return;
   layout.window = static_cast<uint32_t>(found.number) + 1;
   layout.window_at = found.offset;
 }

@@ -35,7 +35,6 @@ enum class Exchange : uint32_t {
 inline constexpr uint32_t kExchanges = 8;
 enum class ExchangeWay : uint32_t { kLines = 0, kPlaces, kStages };
 inline constexpr uint32_t kStageAreas = 4;
-inline constexpr uint32_t kMostPipeWarps = 2;
 
 WEFT_DEVICE constexpr bool has_root(Exchange kind) {
   return kind >= Exchange::kBroadcast;
@@ -58,7 +57,6 @@ struct ExchangeLayout {
   uint64_t done_at;         // u64[blocks][ranks]: the meeting that is over
   uint64_t stages_at;       // units: [kStageAreas][ranks][blocks][stage_units]
   uint64_t staged_at;       // u64[blocks][ranks]: the last slice that a sender has filled
-  uint64_t spread_at;       // u64[blocks][kMostPipeWarps]: meeting and rounds of pieces that a root has sent
   uint32_t blocks;          // the most of a launch
   uint32_t region_units;
   uint32_t stage_units;  // even

@@ -81,11 +81,6 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
   const uint64_t done = a.layout.done_at + uint64_t{run.block.index()} * run.ranks * sizeof(uint64_t);
   run.block.sync();
-  if (run.goes_on() && !run.adds()) {  // who waited in vain for what it passes on is not done
-    const bool has_all = run.met()->all_came != 0;
-    run.block.sync();
-    if (!has_all) return;
-  }
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
     run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), meeting);
   PeerPatience patience{{a.wait}, run.block.index()};
@@ -147,7 +142,7 @@ WEFT_DEVICE void run_places(const R& run) {
     if (run.adds())
       pull(run);
     else if (run.kind() == Exchange::kBroadcast)
-      spread(run, meeting);
+      spread(run);
     else
       push(run);
     part(run, meeting);

@@ -53,6 +53,7 @@ struct Run {
   WEFT_DEVICE bool has_parts() const { return !has_shares(kind()) && kind() != Exchange::kReduceScatter; }
   // Whether peers touch this buffer of a rank.
   WEFT_DEVICE bool needs(uint32_t which, uint32_t rank) const {
+    if (kind() == Exchange::kBroadcast) return which == 0 ? goes_on() && rank == a.root : rank != a.root;
     if (which == 0) return adds();
     if (kind() == Exchange::kGather || kind() == Exchange::kReduce) return rank == a.root;
     return kind() != Exchange::kReduceScatter;

@@ -19,12 +19,11 @@ constexpr uint32_t kExchangeThreads = 256;
 constexpr uint32_t kLeastSliceUnits = 8;
 // Bulk copies fill the links from few SMs, loads and stores need most (docs/hardware.md).
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
-static_assert(kPipeWarps <= kMostPipeWarps);
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
 constexpr uint64_t kPiecesPerPipe = 4;
-// Of a broadcast that goes on from rank to rank: as many pieces for each owner as make the last ones, which nothing
-// overlaps, count little, but none so small that its signals count (measured on 4 H100).
-constexpr uint64_t kRoundsPerPipe = 10, kLeastPassedBytes = 8192;
+// What a rank has under way out of the memory of a broadcast's root: half of the stages. More only queues, in front of what ranks send each
+// other (measured on 4 H100, docs/decisions/0073).
+constexpr uint64_t kTakenBytes = 192 << 10, kLeastTakenPieceBytes = 512;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
@@ -57,6 +56,16 @@ uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slic
   return static_cast<uint32_t>(std::clamp<uint64_t>(useful, 1, most));
 }
 
+// Of a bulk copy, where so many warps make them.
+uint32_t piece_bytes(const ExchangeSize& size, uint64_t pipes) {
+  const bool is_taken = size.kind == Exchange::kBroadcast && exchange_owners(size.kind, size.ranks) > 1;
+  const bool has_parts_out = size.kind == Exchange::kAllToAll || size.kind == Exchange::kScatter;
+  const uint64_t pushed = size.bytes * (has_parts_out ? size.ranks : 1);
+  const uint64_t of_pipe = is_taken ? kTakenBytes / (kPipeStages / 2) : pushed / kPiecesPerPipe;
+  const uint64_t least = is_taken ? kLeastTakenPieceBytes : kLeastPieceBytes;
+  return static_cast<uint32_t>(std::clamp(of_pipe / pipes / 128 * 128, least, kMostPieceBytes));
+}
+
 }  // namespace
 
 RingPlan plan_rings(const RingOptions& options) {
@@ -85,8 +94,6 @@ RingPlan plan_rings(const RingOptions& options) {
   plan.exchange.done_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
   plan.exchange.stages_at = carver.take(regions / 2 * kStageAreas * options.stage_units * kUnitBytes, 4096);
   plan.exchange.staged_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
-  plan.exchange.spread_at =
-      carver.take(uint64_t{options.exchange_blocks} * kMostPipeWarps * sizeof(uint64_t), 4096);
   plan.end = carver.end();
   return plan;
 }
@@ -137,12 +144,7 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   const uint32_t most_staged = layout.stage_units / (goes_on ? 2 : 1);
   plan.stage_slice_units = static_cast<uint32_t>(std::min<uint64_t>(staged, most_staged));
   plan.pipe_warps = limits.is_cuda ? kPipeWarps : 1;
-  const bool has_parts_out = size.kind == Exchange::kAllToAll || size.kind == Exchange::kScatter;
-  const uint64_t pushed = size.bytes * (has_parts_out ? size.ranks : 1);
-  const uint64_t pieces = goes_on ? kRoundsPerPipe * exchange_owners(size.kind, size.ranks) : kPiecesPerPipe;
-  const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * pieces) / 128 * 128;
-  plan.piece_bytes = static_cast<uint32_t>(
-      std::clamp(piece, goes_on ? kLeastPassedBytes : kLeastPieceBytes, kMostPieceBytes));
+  plan.piece_bytes = piece_bytes(size, uint64_t{plan.grid.blocks} * plan.pipe_warps);
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
   if (size.way == ExchangeWay::kPlaces && pushes(size) && limits.is_cuda)
     plan.grid.shared_bytes += plan.pipe_warps * pipe_bytes(plan.piece_bytes);

@@ -72,8 +72,7 @@ WEFT_DEVICE void wait_written() {
 // Streams items (rows or pieces of rows) to one or more places each.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage).
-//   pipe.pass(item, sink): one item that came alone, without waiting for a next one.
-// All lanes call run(), pass(), next(), sink() and store(); each lane gives store() its own place, or null. Loads
+// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null. Loads
 // of run() are ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
 // release by lane 0 of this warp; after drain_but<n>() every store but those of the last n items. A relaxed
 // store may overtake drained rows on NVLink (seen on H200).
@@ -113,11 +112,6 @@ class RowPipe {
       if (more) load(loading[kAhead - 1].piece);
       if (oldest.piece.src) store_oldest(oldest, sink);
     }
-  }
-  template <class Item, class Sink>
-  WEFT_DEVICE void pass(const Item& item, Sink sink) {
-    load(item.piece);
-    store_oldest(item, sink);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     if (dst) bulk::store(dst, stage.src, stage.bytes);

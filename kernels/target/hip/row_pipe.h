@@ -14,7 +14,6 @@ inline constexpr bool kHasBulkCopies = false;
 // source: CDNA has no engine that a kernel could hand a whole row to.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage) for each place.
-//   pipe.pass(item, sink): one item that came alone.
 // After drain() every store made so far is visible to a peer that acquires a later release by lane 0 of this
 // warp; drain_but() does the same here.
 template <uint32_t kStages>
@@ -26,10 +25,6 @@ class RowPipe {
   template <class Next, class Sink>
   WEFT_DEVICE void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
-  }
-  template <class Item, class Sink>
-  WEFT_DEVICE void pass(const Item& item, Sink sink) {
-    sink(item.tag, item.piece);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     const auto* from = reinterpret_cast<const Vec16*>(stage.src);

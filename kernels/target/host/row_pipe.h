@@ -14,8 +14,7 @@ inline constexpr bool kHasBulkCopies = false;
 // stage.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage).
-//   pipe.pass(item, sink): one item that came alone.
-// All lanes call run(), pass(), next(), sink() and store(); each lane gives store() its own place, or null.
+// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null.
 // After drain() every store is visible to a peer that acquires a later release by this warp; after
 // drain_but<n>() every store but those of the last n items.
 template <uint32_t kStages>
@@ -27,10 +26,6 @@ class RowPipe {
   template <class Next, class Sink>
   void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
-  }
-  template <class Item, class Sink>
-  void pass(const Item& item, Sink sink) {
-    sink(item.tag, item.piece);
   }
   void store(std::byte* dst, RowPiece stage) {
     if (!dst) return;

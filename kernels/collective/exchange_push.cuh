@@ -90,8 +90,8 @@ WEFT_DEVICE void spread(const R& run) {
   if (warp.index() >= a.pipe_warps || is_idle) return;
   std::byte* input = takes_share ? run.places(0)[a.root] : a.input;
   const uint64_t share_units = share_units_of(a.bytes, run.owners());
-  const Piece mine = takes_share ? share_of_buffer(input, a.bytes, share_units, run.share(run.self))
-                                 : Piece{input, a.bytes};
+  const Piece mine =
+      takes_share ? share_of_buffer(input, a.bytes, share_units, run.share(run.self)) : Piece{input, a.bytes};
   auto place_of = [&](uint32_t rank) -> std::byte* {
     if (rank == run.self) return takes_share || a.output != a.input ? a.output : nullptr;
     return (takes_share ? rank != a.root : !run.goes_on()) ? run.places(1)[rank] : nullptr;

@@ -25,7 +25,7 @@ def public_part(text: str) -> str:
 
 
 def names(target: str) -> set[str]:
-    shared = [] if target == "host" else [TARGETS / "gpu.h"]
+    shared = [] if target == "host" else [TARGETS / "gpu.h", TARGETS / "row_pipe_by_loads.h"]
     sources = [path.read_text() for path in [*sorted((TARGETS / target).glob("*.h")), *shared]]
     text = "".join(public_part(source) for source in sources if "namespace weft {" in source)
     functions = set(FUNCTION.findall(text)) - KEYWORDS

@@ -241,41 +241,10 @@ class RowWriter {
 };
 #else
 inline constexpr bool kHasBulkCopies = false;
-
-// Before sm_90 the same object copies with loads and stores, straight from the source.
-template <uint32_t kStages>
-class RowPipe {
- public:
-  WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
-
-  WEFT_DEVICE void sees_arrived() const { warp_.sync(); }
-  template <class Next, class Sink>
-  WEFT_DEVICE void run(Next next, Sink sink) {
-    for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
-  }
-  template <class Item, class Sink>
-  WEFT_DEVICE void pass(const Item& item, Sink sink) {
-    sink(item.tag, item.piece);
-  }
-  WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
-    const auto* from = reinterpret_cast<const Vec16*>(stage.src);
-    for (uint32_t lane = 0; lane < warp_.size(); ++lane) {
-      auto* to = reinterpret_cast<Vec16*>(warp_.broadcast(reinterpret_cast<uint64_t>(dst), lane));
-      if (!to) continue;
-      for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size())
-        store_vec(to + i, load_vec(from + i));
-    }
-  }
-  template <uint32_t kItems>
-  WEFT_DEVICE void drain_but() {
-    fence_system();
-    warp_.sync();
-  }
-  WEFT_DEVICE void drain() { drain_but<0>(); }
-
- private:
-  Warp warp_;
-};
 #endif
 
 }  // namespace weft
+
+#if !(defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#include "kernels/target/row_pipe_by_loads.h"
+#endif

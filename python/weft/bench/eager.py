@@ -52,7 +52,9 @@ class Times:
 @dataclass
 class _Laps:
     enqueue_us: list[float] = field(default_factory=list)
-    apart: list[tuple[Any, Any, int]] = field(default_factory=list)  # ends of the call before and of this one; 1
+    apart: list[tuple[Any, Any, int]] = field(
+        default_factory=list
+    )  # ends of the call before and of this one; 1
     whole: list[tuple[Any, Any, int]] = field(default_factory=list)  # the same of so many turns
 
 

@@ -47,6 +47,8 @@ def align(x: int, y: int) -> int:
 
 def check_whole(argument: str, value: object, least: int, most: int | None = None) -> int:
     """Return ``value`` as an int; weft.Error unless it is a whole number in [least, most]."""
+    if type(value) is int and value >= least and (most is None or value <= most):
+        return value  # mostly
     allowed = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
     number = index_of(value)
     if number is None:

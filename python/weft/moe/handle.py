@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from weft import _core
+from weft.runtime.allocation import part_of, words_on_host
 from weft.runtime.plain import addresses
 from weft.runtime.tensors import lacking_memory
 
 _KIND = 0x57454654_4854  # of the facts in a handle: another number than those of other handles
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DispatchState:
-    """The routes of one dispatch. R ranks, T tokens sent from here, N rows received here.
+    """The routes of one dispatch, which nobody changes. R ranks, T tokens sent from here, N rows received here.
 
     group_key: of the ranks and their devices. handle_id: which dispatch this is, on all of them.
     send_row i32[T, R]: a token's place among the rows for a rank, or -1. slot_base i32[T]: its first place in
@@ -128,25 +129,26 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
             state.staging_rows,
             int(state.counts_unknown),
         ]
-        sent = num_tokens_per_rank.view(-1, 1)
+        ranks = num_tokens_per_rank.size(0)
+        sent = part_of(num_tokens_per_rank, 0, (ranks, 1))
         entries: tuple[torch.Tensor, ...]
         if state.routes is None or state.records is None:
             entries = (
                 state.prefix,
                 sent,
-                state.prefix.narrow(1, state.rank, 1),
+                part_of(state.prefix, state.rank, (ranks, 1), (ranks, 1)),
                 state.token,
                 state.is_token_in_rank,
                 state.send_row,
                 state.slot_base,
                 state.slot,
-                torch.tensor(facts, dtype=torch.int64, device="cpu"),
+                words_on_host(facts),
             )
         else:
             facts += [state.routes.numel(), state.records.numel()]
             entries = (
                 state.prefix,
-                torch.tensor(facts, dtype=torch.int64, device="cpu"),
+                words_on_host(facts),
                 state.send_row,
                 state.slot_base,
                 state.slot,

@@ -12,6 +12,7 @@ allocators. What that code makes tensors of one memory with takes a twentieth of
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -64,12 +65,22 @@ def _part_by_set(
 _part: Any = _reinterpret or _part_by_set
 
 
-def part_of(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a contiguous tensor of the memory of another one, of the same type, from element ``offset`` of that.
+def part_of(
+    tensor: torch.Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return a tensor of the memory of another one, of the same type, from element ``offset`` of that.
 
-    It is no view, as far as autograd can tell: it may be changed in place, and what saved the other does not see it.
+    strides: in elements; None: rows in order. It is no view, as far as autograd can tell: it may be changed in place,
+    and what saved the other does not see it.
     """
-    made: torch.Tensor = _part(tensor, shape, strides_in_order(shape), offset)
+    made: torch.Tensor = _part(tensor, shape, strides_in_order(shape) if strides is None else strides, offset)
+    return made
+
+
+def words_on_host(words: Sequence[int]) -> torch.Tensor:
+    """Return i64[len(words)] on the CPU. torch.tensor() takes several times as long."""
+    made = new_on_host((len(words),), (1,), torch.int64)
+    (ctypes.c_int64 * len(words)).from_address(made.data_ptr())[:] = list(words)
     return made
 
 
@@ -171,4 +182,5 @@ __all__ = [
     "part_of",
     "strides_in_order",
     "tensor_form",
+    "words_on_host",
 ]

@@ -42,10 +42,10 @@ void bind_elastic(nb::module_& module) {
       .def(nb::init<MoeBuffer&>(), nb::arg("buffer"), nb::keep_alive<1, 2>())
       .def(
           "resize",
-          [](Engram& self, uint64_t entries_per_rank, uint64_t row_bytes) {
-            check(without_gil([&] { return self.resize(entries_per_rank, row_bytes); }));
+          [](Engram& self, uint64_t entries_per_rank, uint64_t row_bytes, const std::string& type) {
+            check(without_gil([&] { return self.resize(entries_per_rank, row_bytes, type); }));
           },
-          nb::arg("entries_per_rank"), nb::arg("row_bytes"))
+          nb::arg("entries_per_rank"), nb::arg("row_bytes"), nb::arg("type"))
       .def(
           "local",
           [](nb::handle self) {

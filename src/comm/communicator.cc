@@ -384,16 +384,26 @@ Status Communicator::port_status() {
 }
 
 Status Communicator::agree(std::string_view operation, const std::vector<Agreed>& mine) {
+  constexpr size_t kNumbers = 4;  // of an entry: its value and the word
   std::vector<uint64_t> values;
-  for (const Agreed& number : mine) values.push_back(number.value);
+  for (const Agreed& entry : mine) {
+    uint64_t word[kNumbers - 1] = {};
+    std::memcpy(word, entry.word.data(), std::min(entry.word.size(), sizeof word));
+    values.push_back(entry.value);
+    values.insert(values.end(), std::begin(word), std::end(word));
+  }
   WEFT_TRY_ASSIGN(const auto all, show(operation, values));
-  for (size_t i = 0; i < mine.size(); ++i)
-    for (int rank = 0; rank < size(); ++rank) {
-      const uint64_t first = all[0][i], value = all[rank][i];
-      if (value != first)
+  auto said = [&](int rank, size_t at) {
+    const uint64_t* entry = &all[rank][at * kNumbers];
+    if (mine[at].word.empty()) return std::to_string(entry[0]);
+    const std::string word(reinterpret_cast<const char*>(entry + 1), (kNumbers - 1) * sizeof *entry);
+    return word.substr(0, word.find('\0'));
+  };
+  for (size_t at = 0; at < mine.size(); ++at)
+    for (int rank = 0; rank < size(); ++rank)
+      if (said(rank, at) != said(0, at))
         return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
-                               mine[i].name, first, 0, value, rank);
-    }
+                               mine[at].name, said(0, at), 0, said(rank, at), rank);
   return {};
 }
 

@@ -95,11 +95,12 @@ class Communicator {
   // Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone or stayed away.
   Status barrier();
 
-  // A barrier at which every rank shows the same numbers. Errors: those of barrier(); kInvalid, on all ranks,
-  // naming the first that differs and two ranks. Peers that are not mapped agree, too.
+  // A barrier at which every rank shows the same numbers, or words of up to 24 bytes. Errors: those of barrier();
+  // kInvalid, on all ranks, naming the first that differs and two ranks. Peers that are not mapped agree, too.
   struct Agreed {
     const char* name;
     uint64_t value;
+    std::string word = {};
   };
   Status agree(std::string_view operation, const std::vector<Agreed>& mine);
   // A barrier at which every rank shows as many numbers: returns them by rank. Errors: those of barrier();

@@ -6,9 +6,10 @@
 
 namespace weft {
 
-Status Engram::resize(uint64_t entries_per_rank, uint64_t row_bytes) {
-  WEFT_TRY(buffer_.communicator()->agree(
-      "engram_write", {{"storage (entries)", entries_per_rank}, {"storage (bytes per entry)", row_bytes}}));
+Status Engram::resize(uint64_t entries_per_rank, uint64_t row_bytes, const std::string& type) {
+  WEFT_TRY(buffer_.communicator()->agree("engram_write", {{"storage (entries)", entries_per_rank},
+                                                          {"storage (bytes per entry)", row_bytes},
+                                                          {"storage (type)", 0, type}}));
   if (window_ && entries_per_rank == entries_per_rank_ && row_bytes == row_bytes_) return {};
   entries_per_rank_ = row_bytes_ = 0;
   window_.reset();  // the new one may need its memory

@@ -3,7 +3,7 @@
 // Engram is a table whose entries are spread over the ranks, and read by any of them without the owner's
 // help.
 //   Engram table(buffer);
-//   WEFT_TRY(table.resize(entries_per_rank, row_bytes));
+//   WEFT_TRY(table.resize(entries_per_rank, row_bytes, "bfloat16"));
 //   ... fill table.window().local(), meet the other ranks ...
 //   WEFT_TRY(table.fetch({indices, 4, count, out, stream}));
 // Entry e is entry e % entries_per_rank of rank e / entries_per_rank. On CUDA fetch() enqueues on `stream`
@@ -33,9 +33,9 @@ class Engram {
   explicit Engram(MoeBuffer& buffer) : buffer_(buffer), fetches_(buffer.tally().operation("engram_fetch")) {}
 
   // Makes room for so many entries; what it held is gone, unless nothing changes. Collective: every rank with
-  // the same sizes, else kInvalid, and the table is as before. Errors otherwise those of Window::create,
+  // the same sizes and type, else kInvalid, and the table is as before. Errors otherwise those of Window::create,
   // after which the table is empty.
-  Status resize(uint64_t entries_per_rank, uint64_t row_bytes);
+  Status resize(uint64_t entries_per_rank, uint64_t row_bytes, const std::string& type);
 
   Status fetch(const EngramFetch& call) {
     return buffer_.tally().count(fetches_, {call.count * row_bytes_, call.count, -1, false},

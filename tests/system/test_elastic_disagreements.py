@@ -54,3 +54,18 @@ def weights_of_one_rank(rank: Rank, sync: bool | None) -> None:
 @pytest.mark.parametrize("sync", [None, False])
 def test_weights_of_one_rank_alone_are_refused(pair: RankPool, sync: bool | None) -> None:
     pair.run(weights_of_one_rank, sync)
+
+
+def entries_of_other_types(rank: Rank) -> None:
+    buffer = weft.ElasticBuffer(rank.group, num_bytes=4 << 20)
+    dtype = (torch.float32, torch.int32)[rank.rank]
+    allowed = r"storage \(type\): got float32 on rank 0 and int32 on rank 1, allowed: the same"
+    with pytest.raises(weft.Error, match=allowed):
+        buffer.engram_write(torch.ones(3, 8, dtype=dtype))
+    buffer.engram_write(torch.full((3, 8), float(rank.rank)))
+    data, _ = buffer.engram_fetch(torch.tensor([[0, 5]]))()
+    assert data.tolist() == [[0.0] * 8 + [1.0] * 8]
+
+
+def test_entries_of_other_types_are_refused_though_they_have_as_many_bytes(pair: RankPool) -> None:
+    pair.run(entries_of_other_types)

@@ -57,11 +57,11 @@ class EngramReads:
         there after it. The host waits.
 
         Args:
-            storage: [n, hidden], contiguous, on the buffer's device, any type; n and hidden as on all ranks.
+            storage: [n, hidden], contiguous, on the buffer's device, any type; n, hidden and type as on all ranks.
             sf: float32 or int32 [R * n, words], scales of all ranks' entries; with float8_e4m3fn entries, and only
                 with them. It is kept, not copied.
-        Raises: weft.Error, on all ranks where they disagree about n or hidden; weft.PeerLost naming a rank that
-        stays away.
+        Raises: weft.Error, on all ranks where they disagree about n, hidden or the type; weft.PeerLost naming a rank
+        that stays away.
         """
         context = self._contexts.alive()
         entries = arguments.check_tensor("storage", storage, ("entries", "hidden"), (), context.device)
@@ -75,9 +75,8 @@ class EngramReads:
             arguments.check_tensor("sf", sf, shape, arguments.SCALES, context.device, contiguous=False)
         context.synchronize_current()
         table = self._table or _core.Engram(context.core)
-        table.resize(
-            entries.size(0), entry_bytes
-        )  # all ranks have left the old entries alone when they meet here
+        # All ranks have left the old entries alone when they meet here.
+        table.resize(entries.size(0), entry_bytes, str(entries.dtype).removeprefix("torch."))
         if entries.size(0) > 0:
             torch.utils.dlpack.from_dlpack(table.local()).copy_(entries.view(torch.uint8).view(-1))
         context.synchronize_current()

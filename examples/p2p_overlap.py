@@ -144,6 +144,7 @@ def main() -> None:
         if args.trace:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
             with profile(activities=activities) as trace:
+                dist.barrier()  # a profile imports a part of torch first: on the CPU who waits in a call takes a core
                 run(block, a2a, x, takes_turns=True)
             if rank == 0:
                 trace.export_chrome_trace(args.trace)

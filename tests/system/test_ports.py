@@ -68,7 +68,9 @@ def _until_one_dies(rank: Rank) -> tuple[str, float]:
     comm = Communicator(rank.group, timeout_s=100)
     data = torch.ones(1000)
     comm.all_reduce(data)
+    torch.distributed.barrier(rank.group)  # nobody is in the first call any more
     if rank.rank == LOST:
+        time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(weft.PeerLost) as raised:

@@ -60,17 +60,11 @@ class DispatchState:
 
     def __post_init__(self) -> None:
         """Note where the tensors are while nobody else has them."""
-        kept = self._kept()
-        self.__dict__.update(
-            kept=kept, places=addresses(*kept)
-        )  # as the properties would, without their locks
+        _ = self.places
 
     @functools.cached_property
     def kept(self) -> tuple[torch.Tensor, ...]:
         """The tensors that calls with the handle read."""
-        return self._kept()
-
-    def _kept(self) -> tuple[torch.Tensor, ...]:
         every = (
             self.send_row,
             self.slot_base,
@@ -80,7 +74,7 @@ class DispatchState:
             self.routes,
             self.records,
         )
-        return tuple([tensor for tensor in every if tensor is not None])
+        return tuple(tensor for tensor in every if tensor is not None)
 
     @functools.cached_property
     def places(self) -> bytes:

@@ -289,7 +289,6 @@ class Received:
             self._rows if received.is_one_piece else context.lend(received.meta_at, is_captured)
         )
         self._sent = sent
-        self._words: Tensor | None = None  # of ids, weights and origins, once they are asked for
 
     def payload(self) -> Payload:
         """Return rows [N, hidden]; (rows, scales [N, n]); or (rows, scales, global scales f32[N, 1])."""
@@ -325,11 +324,9 @@ class Received:
         """Return i32[N], each row's place in its owner's staging."""
         return self._column(self._layout.slot)
 
-    @property
+    @functools.cached_property
     def _meta(self) -> Tensor:
-        if self._words is None:
-            self._words = self._context.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
-        return self._words
+        return self._context.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
 
     def _rows_of(self, begin: int, like: Tensor) -> Tensor:
         return self._context.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The exchange of counts, and the calls that it is a part of: a dispatch along new routes, and a barrier.
+#include <sched.h>
+
 #include <algorithm>
 
 #include "base/deadline.h"
@@ -111,8 +113,7 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
   const auto is_there = [&] {
     return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
   };
-  // Counts mostly wait for milliseconds of earlier work, and the GPU idles from then until the host has seen them: who
-  // sleeps would see them up to a tenth of a millisecond late.
+  // Counts come after milliseconds of earlier work. The GPU then idles until the host has seen them, so it does not nap.
   const auto stays_awake = [awake = Deadline::after_s(kAwake_s)] {
     sched_yield();
     return !awake.passed();

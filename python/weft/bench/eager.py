@@ -52,10 +52,9 @@ class Times:
 @dataclass
 class _Laps:
     enqueue_us: list[float] = field(default_factory=list)
-    apart: list[tuple[Any, Any, int]] = field(
-        default_factory=list
-    )  # ends of the call before and of this one; 1
-    whole: list[tuple[Any, Any, int]] = field(default_factory=list)  # the same of so many turns
+    # Where a span begins and ends, and how many turns it is: of one call, or of some turns as a whole.
+    apart: list[tuple[Any, Any, int]] = field(default_factory=list)
+    whole: list[tuple[Any, Any, int]] = field(default_factory=list)
 
 
 class Eager:

@@ -53,7 +53,7 @@ _EXCHANGED_TYPES = {
     torch.float32: (2, 32),
     torch.bfloat16: (4, 16),
 }
-# Of DLPack 1.1, which torch can read from 2.8 on.
+# Of DLPack 1.1, where this torch reads them.
 _LATER_EXCHANGED_TYPES = {torch.float8_e4m3fn: (10, 8), torch.float8_e5m2: (12, 8)}
 
 

@@ -166,7 +166,7 @@ def _time_in_a_row(
         rounds = _EAGER_CALLS if on_gpu else max(5, _calls_per_sample(function, me, comm))
         comm.barrier()
         clock = Eager(on_gpu)
-        clock.measure(lambda clock, call=function: clock.call("", call), rounds, _EAGER_WARMUP)  # type: ignore[misc]
+        clock.measure(functools.partial(Eager.call, name="", function=function), rounds, _EAGER_WARMUP)
         found.append(clock.slowest(me.group)[""])
     return found
 

@@ -86,7 +86,7 @@ def _measure_shape(bench: Bench) -> list[Row]:
         samples.calls["weft"].buffer.destroy()
         with constants(setting):
             times = low_latency._kernel_times(bench, inputs, traffic)
-        kernel_time.add_kernel_times(of_setting, times)
+        kernel_time.add_kernel_times(of_setting, times, others={})
         for row in of_setting:
             row.series = row.extra["constants"] = setting
             row.extra["pair"] = o.dtype

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from programs import WEFT, run_program
 
 from weft.bench.exchange_floor import Floor, Load
@@ -59,6 +60,14 @@ def exchange_in_many_ways(me: Rank) -> list[str]:
     took = floor.exchange(Load("lines", True, 4096, 3, 1), samples=1)
     assert len(took.kernel_us) == 9 and min(took.kernel_us) > 0 and len(took.us) == 1
     assert floor.best_us(3 * 4096, samples=1) > 0
+    lined_up: list[int] = []
+
+    def line_up() -> None:
+        lined_up.append(me.rank)
+        dist.barrier(group=me.group)
+
+    assert floor.best_alone_us(3 * 4096, line_up, samples=2) > 0
+    assert len(lined_up) == 2 * 3  # two launches of each way
     refused = []
     for load in (
         Load("lines", True, 1024, 2, 1),

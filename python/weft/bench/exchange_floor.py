@@ -5,6 +5,7 @@
     took = floor.exchange(Load("bulk", True, 1 << 20, peers=3, blocks=32))
     took.kernel_us, took.us                                   # samples, each of the slowest rank
     floor.best_us(egress_bytes=3 << 20)                       # the best way and number of SMs
+    floor.best_alone_us(3 << 20, empty_caches)                # the same of single launches, each after such a call
 
 Every rank sends so many bytes to each of its successors and waits for what its predecessors send: kernels of their own
 (kernels/core/exchange_floor.cuh) that do nothing else. Ways: ``stores``, 16 bytes by each thread, and a flag; ``bulk``,
@@ -35,6 +36,7 @@ from weft.runtime.streams import current_stream
 
 LAUNCHES = 10  # of a sample
 _SAMPLES, _QUICK_SAMPLES = 9, 3
+_ALONE_SAMPLES = 9
 WAYS = ("stores", "bulk", "lines")
 _LINE = 128
 _LINE_PAYLOAD = 112
@@ -151,14 +153,35 @@ class Floor:
 
     def best_us(self, egress_bytes: float, samples: int = _QUICK_SAMPLES) -> float:
         """Return the least time of a kernel in which every rank sends so many bytes in all, as many to each peer."""
+        return min(self.exchange(load, samples).median_us for load in self._loads(egress_bytes))
+
+    def best_alone_us(
+        self, egress_bytes: float, before: Callable[[], None], samples: int = _ALONE_SAMPLES
+    ) -> float:
+        """Return the same of launches that stand alone, each after a collective ``before()``: such as one that empties caches."""
+        return min(statistics.median(self._alone_us(load, before, samples)) for load in self._loads(egress_bytes))
+
+    def _loads(self, egress_bytes: float) -> list[Load]:
         nbytes = max(16, -(-int(egress_bytes) // (self.size - 1) // 16) * 16)
-        loads = [
+        return [
             load
             for way in WAYS
             for blocks in self.block_counts(nbytes)
             if self.holds(load := Load(way, True, nbytes, self.size - 1, blocks))
         ]
-        return min(self.exchange(load, samples).median_us for load in loads)
+
+    def _alone_us(self, load: Load, before: Callable[[], None], samples: int) -> list[float]:
+        self._launch(load)  # compiles
+        mine: list[float] = []
+        for _ in range(samples):
+            before()
+            self._launch(load)
+            self._finish()
+            self.core.check()
+            mine.append(self._kernel_us(load.blocks, launches=1)[0])
+        of_ranks: list[Any] = [None] * self.size
+        dist.all_gather_object(of_ranks, mine, group=self.group)
+        return slowest_rank(of_ranks)
 
     def block_counts(self, nbytes: int) -> list[int]:
         """Return numbers of SMs, or threads on the CPU, that are worth a look for an exchange of so many bytes."""
@@ -206,10 +229,10 @@ class Floor:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
 
-    def _kernel_us(self, blocks: int) -> list[float]:
-        """Return the times of the launches of the last replay but its first, which waits for ranks that come late."""
+    def _kernel_us(self, blocks: int, launches: int = LAUNCHES - 1) -> list[float]:
+        """Return the times of the last launches: of a replay all but its first, which waits for ranks that come late."""
         last = int(self._launches[0].item())
-        rows = [launch % _core.FLOOR_KEPT for launch in range(last - LAUNCHES + 2, last + 1)]
+        rows = [launch % _core.FLOOR_KEPT for launch in range(last - launches + 1, last + 1)]
         stamps = self._stamps[rows, :blocks].cpu()
         ns = stamps[:, :, 1].amax(1) - stamps[:, :, 0].amin(1)
         return [value / 1e3 for value in ns.tolist()]

@@ -231,6 +231,7 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
         "cached_kernel_us",
         "deep_ep_kernel_us",
         "deep_ep_v2_kernel_us",
+        "floor_cold_us",
     )
     report.add_columns([name for name in kernels if any(name in row.extra for row in measured.rows)])
     report.add_columns(time_columns(measured.rows))

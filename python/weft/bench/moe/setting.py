@@ -71,6 +71,13 @@ class Options:
         return self.device == "cuda" and not self.eager
 
 
+class ExchangeFloors(NamedTuple):
+    """Microseconds of the kernel of a bare exchange: of launches in a row, and of one after line_up()."""
+
+    us: float | None
+    cold_us: float | None
+
+
 class Bench:
     """One rank's clock, barrier and samples."""
 
@@ -88,7 +95,7 @@ class Bench:
             self._flushed = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
             self._token = torch.zeros(1, device=self.device)
         self._samples: dict[str, list[Any]] = {}
-        self._floors: dict[float, float] = {}
+        self._floors: dict[float, ExchangeFloors] = {}
         self.tracer: Tracer | None = None  # then calls of Weft are traced instead of timed
 
     def line_up(self) -> None:
@@ -189,14 +196,16 @@ class Bench:
         torch.cuda.synchronize()
         return graph.replay, results
 
-    def exchange_floor_us(self, egress_bytes: float) -> float | None:
-        """Return the least time of a bare exchange on these GPUs, measured now. Collective; None for one rank."""
+    def exchange_floors(self, egress_bytes: float) -> ExchangeFloors:
+        """Return the least times of a bare exchange on these GPUs, measured now. Collective; None for one rank."""
         if self.me.size < 2 or egress_bytes < 1:
-            return None
+            return ExchangeFloors(None, None)
         if egress_bytes not in self._floors:
             comm = Communicator(self.me.group, device=self.device)
             floor = Floor(comm, math.ceil(egress_bytes / (self.me.size - 1)) + 16, self.me.group)
-            self._floors[egress_bytes] = floor.best_us(egress_bytes)
+            self._floors[egress_bytes] = ExchangeFloors(
+                floor.best_us(egress_bytes), floor.best_alone_us(egress_bytes, self.line_up)
+            )
         return self._floors[egress_bytes]
 
 
@@ -260,11 +269,14 @@ def make_row(
     made = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
+    cold_us = None
     if bench.on_gpu and not o.ranks_per_node:
-        made.floor_us = bench.exchange_floor_us(egress_bytes)
+        made.floor_us, cold_us = bench.exchange_floors(egress_bytes)
     elif o.has_baselines:
         made.floor_us = min(us[f"memcpy {step}"])
     made.extra = shape_columns(bench)
+    if cold_us is not None:
+        made.extra["floor_cold_us"] = round(cold_us, 3)
     made.extra["logical_gbs"] = round(logical_bytes / made.us / 1e3, 3)
     made.extra["egress_gbs"] = round(egress_bytes / made.us / 1e3, 3)
     return made
@@ -328,7 +340,8 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
     elif bench.on_gpu:
         lines.append(
             "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; the "
-            "kernel's time, as kernel us"
+            "kernel's time, of launches in a row, as kernel warm us; floor cold us: of one launch after the L2 cache was "
+            "emptied, as kernel us"
         )
     else:
         lines.append("floor: the fastest of the memcpy samples")

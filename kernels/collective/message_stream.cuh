@@ -9,10 +9,16 @@
 namespace weft {
 namespace message {
 
+// A host thread goes line by line, and asks for lines that much ahead: a core by itself has too few under way, and none past the
+// end of a page. A sum of memory that is in no cache takes two thirds of the time (8.7 GB/s instead of 5.9 on each of 2 cores).
+inline constexpr bool kAsksAhead = Warp::kMaxSize == 1;
+inline constexpr uint32_t kUnitsPerLine = 64 / sizeof(Vec16);
+inline constexpr uint64_t kUnitsAhead = 2048 / sizeof(Vec16);
+
 // Vectors that a thread loads before it uses any: sixteen conversions a vector leave few registers for more.
 template <class Combiner>
 constexpr uint32_t loads_in_flight() {
-  return Combiner::kPerVec > 8 && kLoadsInFlight > 1 ? kLoadsInFlight / 2 : kLoadsInFlight;
+  return Combiner::kPerVec > 8 ? kLoadsInFlight / 2 : kLoadsInFlight;
 }
 
 // Whole and aligned memory: a, or a + b, to one or two places.
@@ -25,7 +31,9 @@ struct Streams {
 };
 template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
 WEFT_DEVICE void stream_units(Block block, const Streams& s, uint64_t units) {
-  constexpr uint32_t kAhead = kHasB ? loads_in_flight<Combiner>() : kLoadsInFlight;
+  constexpr uint32_t kAhead = kAsksAhead ? kUnitsPerLine
+                              : kHasB    ? loads_in_flight<Combiner>()
+                                         : kLoadsInFlight;
   const uint64_t step = block.size();
   auto put = [&](uint64_t i, Vec16 value) {
     if constexpr (kStreams)
@@ -36,6 +44,10 @@ WEFT_DEVICE void stream_units(Block block, const Streams& s, uint64_t units) {
   };
   uint64_t i = block.rank();
   for (; i + (kAhead - 1) * step < units; i += kAhead * step) {
+    if constexpr (kAsksAhead) {
+      prefetch(s.a + i + kUnitsAhead);
+      if constexpr (kHasB) prefetch(s.b + i + kUnitsAhead);
+    }
     Vec16 x[kAhead], y[kAhead];
     WEFT_UNROLL
     for (uint32_t j = 0; j < kAhead; ++j) x[j] = load_vec(s.a + i + j * step);
@@ -90,6 +102,10 @@ WEFT_DEVICE void add_sources(Block block, const FusedSum& s, uint64_t units) {
   };
   auto divisor_after = [&](uint32_t added) { return added == s.count ? s.divisor : 0; };
   for (uint64_t unit = block.rank(); unit < whole; unit += block.size()) {
+    if (kAsksAhead && unit % kUnitsPerLine == 0) {
+      prefetch(s.dst.at + (unit + kUnitsAhead) * sizeof(Vec16));
+      for (uint32_t i = 0; i < s.count; ++i) prefetch(s.sources[i].at + (unit + kUnitsAhead) * sizeof(Vec16));
+    }
     Vec16 sum = load(s.dst, unit);
     Vec16 next = load(s.sources[0], unit);
     for (uint32_t i = 1; i <= s.count; ++i) {

@@ -15,7 +15,7 @@ constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their tur
 constexpr uint32_t kTurn = 16;         // commands of one FIFO, before another has its turn
 constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, FIFOs wait
 constexpr unsigned kSpins = 64, kYields = 512;
-constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
+constexpr std::chrono::microseconds kNap(50), kCrowdedNap(200), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
 // programs compute between two calls.
 constexpr std::chrono::milliseconds kAwakeForGpu(100);
@@ -79,9 +79,9 @@ bool FifoReader::is_empty() const {
       ends_, [](const End& end) { return load_relaxed(end.fifo.head) == load_relaxed(end.tail); });
 }
 
-Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
+Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity, bool is_crowded) {
   WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifos, FifoReader::create(device, capacity));
-  return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host()));
+  return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host(), is_crowded));
 }
 
 void Proxy::start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost) {
@@ -128,9 +128,12 @@ void Proxy::run() {
       idle = 0;
       continue;
     }
-    if (++idle <= kSpins) continue;
+    if (++idle <= kSpins && !is_crowded_) continue;
     if (idle <= kYields) {
-      sched_yield();
+      if (is_crowded_)
+        std::this_thread::sleep_for(kCrowdedNap);
+      else
+        sched_yield();
       continue;
     }
     const auto now = Deadline::Clock::now();

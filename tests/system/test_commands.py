@@ -58,14 +58,17 @@ def test_bench_moe_checks_measures_and_writes(
     options = ["--mode", mode, "--dtype", dtype, "--hidden", "512", "--iterations", "2", "--warmup", "1"]
     files = ["--json", "out.json", "--plot", "out.png", "--device", "cpu"]
     if mode == "ht":
-        files += ["--sms", "6"]
+        files += ["--sms", "6,8"]
     run([*WEFT, "bench", "moe", *options, *shape, *files], tmp_path)
     document = json.loads((tmp_path / "out.json").read_text())
     assert check_document(document) == []
-    calls = {row["call"]: row for row in document["rows"]}
+    calls = {row["call"]: row for row in reversed(document["rows"])}  # the first of each
     assert set(calls) == {f"{mode}_dispatch", f"{mode}_combine"} | ({"ht_layout"} if mode == "ht" else set())
     assert calls[f"{mode}_dispatch"]["dtype"] == dtype
     assert all(row.get("sms") == (6 if mode == "ht" else None) for row in calls.values())
+    others = [row for row in document["rows"] if row not in calls.values()]
+    assert [row["sms"] for row in others] == [8, 8, 8] * (mode == "ht")
+    assert all(row["checked"] and row["us"] > 0 and not row["baselines"] for row in others)
     for step in ("dispatch", "combine"):
         row = calls[f"{mode}_{step}"]
         assert row["checked"] and row["floor_us"] > 0 and set(row["baselines"]) == {"gloo", "memcpy"}

@@ -210,7 +210,8 @@ class ProxyLink : public Link {
     std::vector<std::unique_ptr<Proxy>> made;
     WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * kFifosPerProxy * sizeof(Fifo)));
     for (uint32_t i = 0; i < proxies; ++i) {
-      WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo), is_crowded));
+      WEFT_TRY_ASSIGN(auto proxy,
+                      Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo), is_crowded));
       for (uint32_t k = 0; k < kFifosPerProxy; ++k)
         WEFT_TRY(fifos_->write((k * proxies + i) * sizeof(Fifo), &proxy->fifo(k), sizeof(Fifo)));
       made.push_back(std::move(proxy));

@@ -158,8 +158,10 @@ class Floor:
     def best_alone_us(
         self, egress_bytes: float, before: Callable[[], None], samples: int = _ALONE_SAMPLES
     ) -> float:
-        """Return the same of launches that stand alone, each after a collective ``before()``: such as one that empties caches."""
-        return min(statistics.median(self._alone_us(load, before, samples)) for load in self._loads(egress_bytes))
+        """Return the same of launches that stand alone, each after a collective ``before()``, which may empty caches."""
+        return min(
+            statistics.median(self._alone_us(load, before, samples)) for load in self._loads(egress_bytes)
+        )
 
     def _loads(self, egress_bytes: float) -> list[Load]:
         nbytes = max(16, -(-int(egress_bytes) // (self.size - 1) // 16) * 16)
@@ -230,7 +232,7 @@ class Floor:
         return float(begin.elapsed_time(end)) * 1e3
 
     def _kernel_us(self, blocks: int, launches: int = LAUNCHES - 1) -> list[float]:
-        """Return the times of the last launches: of a replay all but its first, which waits for ranks that come late."""
+        """Return the times of the last launches: of a replay all but the first, which waits for ranks that are late."""
         last = int(self._launches[0].item())
         rows = [launch % _core.FLOOR_KEPT for launch in range(last - launches + 1, last + 1)]
         stamps = self._stamps[rows, :blocks].cpu()

@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uniform, zipf or FILE, a .npy of [ranks, tokens, top-k]",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--sms", type=int, help="of ht on GPUs (default: what fills the links)")
+    parser.add_argument(
+        "--sms",
+        default="",
+        help="of ht on GPUs, such as 24, or 20,22,24: rows for each, baselines beside the first "
+        "(default: what fills the links)",
+    )
     parser.add_argument("--iterations", type=int, help="samples (default 10 on the CPU, 50 on GPUs)")
     parser.add_argument("--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--seed", type=int, default=0)
@@ -135,7 +140,7 @@ def measure(me: Rank, options: Options) -> Measured:
     bench = Bench(me, options)
     inputs = Inputs.make(bench)
     if options.mode == "ht":
-        return high_throughput.measure(bench, inputs)
+        return high_throughput.measure_each(bench, inputs)
     if options.mode == "p2p":
         return p2p.measure(bench, inputs)
     return low_latency.measure(bench, inputs)
@@ -157,8 +162,9 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         raise invalid("top-k", args.top_k, f"at most the number of experts, {args.experts}")
     if args.dtype == "fp8" and args.hidden % 128:
         raise invalid("hidden", args.hidden, "a multiple of 128 for fp8: a scale covers 128 channels")
-    if args.sms is not None and (args.mode != "ht" or args.sms < 2 or args.sms % 2):
-        raise invalid("sms", f"{args.sms} with mode {args.mode}", "an even number above 0, with mode ht")
+    sms = [int(number) if number.isdecimal() else 0 for number in args.sms.split(",")] if args.sms else []
+    if sms and (args.mode != "ht" or any(number < 2 or number % 2 for number in sms)):
+        raise invalid("sms", f"{args.sms} with mode {args.mode}", "even numbers above 0, with mode ht")
     if iterations < 1:
         raise invalid("iterations", iterations, "1 or more")
     return Options(
@@ -175,7 +181,8 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         warmup=args.warmup,
         seed=args.seed,
         eager=args.eager,
-        sms=args.sms,
+        sms=sms[0] if sms else None,
+        more_sms=tuple(sms[1:]),
         trace=bool(args.trace or args.straggler),
         overlap_us=args.overlap_us if args.mode == "p2p" else 0,
         has_baselines=not (args.no_baselines and args.mode == "p2p" and not gpus),
@@ -220,6 +227,8 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
     columns += (
         ("sms", "product", "product_us", "product_few_us", "alone_us", "exposed_us", "hidden_share")
         if options.overlap_us
+        else ("sms",)
+        if options.more_sms
         else ()
     )
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
@@ -254,7 +263,7 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
 
 def round_trip(rows: list[Row]) -> str:
     """Say how dispatch plus combine compares with every baseline that has both."""
-    calls = {row.call.split("_")[1]: row for row in rows}
+    calls = {row.call.split("_")[1]: row for row in reversed(rows)}  # the first of each
     dispatch, combine = calls["dispatch"], calls["combine"]
     us = dispatch.us + combine.us
     parts = [f"dispatch + combine: {us:,.0f} us"]

@@ -35,6 +35,17 @@ from weft.bench.report import Row
 from weft.testing import oracle
 
 
+def measure_each(bench: Bench, inputs: Inputs) -> Measured:
+    """Return what measure() does for every number of SMs that was asked for, baselines beside the first. Collective."""
+    measured = measure(bench, inputs)
+    for sms in bench.options.more_sms:
+        bench.options = dataclasses.replace(bench.options, sms=sms, has_baselines=False)
+        measured.rows.extend(measure(bench, inputs).rows)
+    for row in measured.rows if bench.options.more_sms else ():
+        row.series = f"{row.extra['sms']} SMs"
+    return measured
+
+
 def measure(bench: Bench, inputs: Inputs) -> Measured:
     """Check, measure, check again. Collective. The result is meant for rank 0 to report."""
     o, me = bench.options, bench.me
@@ -43,7 +54,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         quantized, scales = oracle.quantize_fp8(inputs.rows[me.rank])
         payload = (quantized.to(bench.device), scales.to(bench.device))
     buffers = {"weft": weft.Buffer}
-    deep_ep = peers.real_deep_ep() if bench.on_gpu else None
+    deep_ep = peers.real_deep_ep() if bench.on_gpu and o.has_baselines else None
     if deep_ep is not None:
         buffers["deep_ep"] = deep_ep.Buffer
     if o.sms is not None:
@@ -179,10 +190,12 @@ class Samples:
 
     def turns(self) -> list[Callable[[Eager], None]]:
         """Return every peer's calls, to be made in a row; the host waits for counts."""
-        of_buffers = [
+        of_buffers: list[Callable[[Eager], None]] = [
             functools.partial(self._in_turn, name, dataclasses.replace(of_peer, worst_rows=0))
             for name, of_peer in self.calls.items()
         ]
+        if not self.bench.options.has_baselines:
+            return of_buffers
         return [*of_buffers, lambda clock: self._take_others(clock.call)]
 
     def _in_turn(self, name: str, of_peer: peers.HighThroughput, clock: Eager) -> None:
@@ -202,9 +215,10 @@ class Samples:
     def _take_baselines(self) -> None:
         if self.bench.tracer:
             return
-        self._take_others(self.bench.sample)
         if self._network:
             self._network.take()
+        if self.bench.options.has_baselines:
+            self._take_others(self.bench.sample)
 
     def add_network(self, rows: list[Row]) -> None:
         """Add to the floors of dispatch and combine what the network needs for the bytes that cross."""

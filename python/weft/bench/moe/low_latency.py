@@ -263,6 +263,8 @@ class Samples:
             self._pair(name, of_peer, clock.call)
 
     def _take_baselines(self) -> None:
+        if self._network:
+            self._network.take()
         if not self.bench.options.has_baselines:
             return
         self.bench.line_up()
@@ -272,8 +274,6 @@ class Samples:
             self.bench.line_up()
             for _ in range(self.in_a_row):
                 self.bench.timed(name, memcpy.copy)
-        if self._network:
-            self._network.take()
 
     def add_network(self, row: Row, step: str) -> None:
         """Add to a row's floor what the network needs for the bytes that cross."""

@@ -56,6 +56,7 @@ class Options:
     seed: int
     eager: bool
     sms: int | None = None  # of high-throughput calls, Weft's and DeepEP's; None: their defaults
+    more_sms: tuple[int, ...] = ()  # measured after that, without baselines
     trace: bool = False  # also take samples of which kernels note what they do when
     ranks_per_node: int = 0  # this host is cut into nodes of so many ranks; 0: it is one
     provider: str = ""  # of the network between them
@@ -340,8 +341,8 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
     elif bench.on_gpu:
         lines.append(
             "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; the "
-            "kernel's time, of launches in a row, as kernel warm us; floor cold us: of one launch after the L2 cache was "
-            "emptied, as kernel us"
+            "kernel's time, of launches in a row, as kernel warm us; floor cold us: of one launch after the L2 cache "
+            "was emptied, as kernel us"
         )
     else:
         lines.append("floor: the fastest of the memcpy samples")

@@ -158,7 +158,7 @@ class Floor:
     def best_alone_us(
         self, egress_bytes: float, before: Callable[[], None], samples: int = _ALONE_SAMPLES
     ) -> float:
-        """Return the same of launches that stand alone, each after a collective ``before()``, which may empty caches."""
+        """Return the same of launches that stand alone, each after a collective ``before()`` that may empty caches."""
         return min(
             statistics.median(self._alone_us(load, before, samples)) for load in self._loads(egress_bytes)
         )

@@ -113,6 +113,8 @@ void Proxy::stop() {
 }
 
 void Proxy::run() {
+  const unsigned spins = is_crowded_ ? 0 : kSpins, yields = is_crowded_ ? 0 : kYields;
+  const auto nap = is_crowded_ ? kCrowdedNap : kNap;
   unsigned idle = 0;
   uint64_t helped = 0;
   Deadline::Clock::time_point idle_since{};
@@ -128,21 +130,18 @@ void Proxy::run() {
       idle = 0;
       continue;
     }
-    if (++idle <= kSpins && !is_crowded_) continue;
-    if (idle <= kYields) {
-      if (is_crowded_)
-        std::this_thread::sleep_for(kCrowdedNap);
-      else
-        sched_yield();
+    if (++idle <= spins) continue;
+    if (idle <= yields) {
+      sched_yield();
       continue;
     }
     const auto now = Deadline::Clock::now();
-    if (idle == kYields + 1) idle_since = now;
+    if (idle == yields + 1) idle_since = now;
     const std::chrono::duration<double> quiet = now - idle_since;
     if (!is_host_ && quiet < kAwakeForGpu)
       sched_yield();
     else
-      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
+      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : nap);
   }
 }
 

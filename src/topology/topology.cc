@@ -5,9 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <fstream>
-#include <thread>
 
 #include "base/random.h"
 #include "topology/gpus.h"
@@ -30,16 +28,6 @@ std::string host_id() {
 int current_numa_node() {
   unsigned cpu = 0, node = 0;
   return syscall(SYS_getcpu, &cpu, &node, nullptr) == 0 ? static_cast<int>(node) : -1;
-}
-
-size_t cores_per_rank(const std::vector<RankFacts>& facts, int rank) {
-  const std::string& here = facts[static_cast<size_t>(rank)].host;
-  const auto ranks = std::ranges::count_if(facts, [&](const RankFacts& of) { return of.host == here; });
-  return std::max(1u, std::thread::hardware_concurrency()) / static_cast<size_t>(ranks);
-}
-
-bool are_cores_few(const std::vector<RankFacts>& facts, int rank) {
-  return cores_per_rank(facts, rank) < 2;
 }
 
 namespace {

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "base/device.h"
 #include "base/status.h"
@@ -35,11 +34,6 @@ struct RankFacts {
 // The same text for processes that can give each other file descriptors: one boot of one kernel, one network
 // namespace (in which the names of abstract sockets live).
 std::string host_id();
-
-// Cores for each rank of this machine, rounded down. `rank` is this rank.
-size_t cores_per_rank(const std::vector<RankFacts>& facts, int rank);
-// Whether that is less than one for a thread of a kernel and one for a proxy's.
-bool are_cores_few(const std::vector<RankFacts>& facts, int rank);
 
 // NUMA node of the CPU this thread runs on; -1 where the system does not say.
 int current_numa_node();

@@ -33,10 +33,11 @@ Shared shared_words(uint64_t ranks) {
   return at;
 }
 
-uint32_t proxy_count(size_t peers, size_t cores) {
+uint32_t proxy_count(size_t peers, size_t ranks) {
   if (peers == 0) return 1;
   if (config().proxies > 0) return static_cast<uint32_t>(std::min<int64_t>(config().proxies, 64));
-  return static_cast<uint32_t>(std::clamp<size_t>(cores, 1, 4));
+  const size_t spare = std::max(1u, std::thread::hardware_concurrency()) / std::max<size_t>(1, ranks);
+  return static_cast<uint32_t>(std::clamp<size_t>(spare, 1, 4));
 }
 
 class ProxyLink : public Link {
@@ -202,16 +203,14 @@ class ProxyLink : public Link {
     lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
              std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
     traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
-    const bool is_crowded = are_cores_few(*group.facts, rank_);
-    const uint32_t proxies = proxy_count(peers_.size(), cores_per_rank(*group.facts, rank_));
+    const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     at_ = shared_words(static_cast<uint64_t>(ranks_));
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
     fault_ = shared_->at<FaultBox>(at_.fault_at);
     std::vector<std::unique_ptr<Proxy>> made;
     WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * kFifosPerProxy * sizeof(Fifo)));
     for (uint32_t i = 0; i < proxies; ++i) {
-      WEFT_TRY_ASSIGN(auto proxy,
-                      Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo), is_crowded));
+      WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo)));
       for (uint32_t k = 0; k < kFifosPerProxy; ++k)
         WEFT_TRY(fifos_->write((k * proxies + i) * sizeof(Fifo), &proxy->fifo(k), sizeof(Fifo)));
       made.push_back(std::move(proxy));
@@ -229,6 +228,13 @@ class ProxyLink : public Link {
     std::vector<int> all = peers_;
     all.insert(std::lower_bound(all.begin(), all.end(), rank_), rank_);
     return all;
+  }
+
+  size_t ranks_on_host(const Group& group) const {
+    const auto is_here = [&](const RankFacts& facts) {
+      return facts.host == (*group.facts)[static_cast<size_t>(rank_)].host;
+    };
+    return static_cast<size_t>(std::ranges::count_if(*group.facts, is_here));
   }
 
   // Meets the peers. All ranks take part in both exchanges, also one that failed before.

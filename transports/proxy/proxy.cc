@@ -15,7 +15,7 @@ constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their tur
 constexpr uint32_t kTurn = 16;         // commands of one FIFO, before another has its turn
 constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, FIFOs wait
 constexpr unsigned kSpins = 64, kYields = 512;
-constexpr std::chrono::microseconds kNap(50), kCrowdedNap(200), kCalmNap(400), kIdleNap(2000);
+constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
 // programs compute between two calls.
 constexpr std::chrono::milliseconds kAwakeForGpu(100);
@@ -79,9 +79,9 @@ bool FifoReader::is_empty() const {
       ends_, [](const End& end) { return load_relaxed(end.fifo.head) == load_relaxed(end.tail); });
 }
 
-Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity, bool is_crowded) {
+Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
   WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifos, FifoReader::create(device, capacity));
-  return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host(), is_crowded));
+  return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host()));
 }
 
 void Proxy::start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost) {
@@ -113,8 +113,6 @@ void Proxy::stop() {
 }
 
 void Proxy::run() {
-  const unsigned spins = is_crowded_ ? 0 : kSpins, yields = is_crowded_ ? 0 : kYields;
-  const auto nap = is_crowded_ ? kCrowdedNap : kNap;
   unsigned idle = 0;
   uint64_t helped = 0;
   Deadline::Clock::time_point idle_since{};
@@ -130,18 +128,18 @@ void Proxy::run() {
       idle = 0;
       continue;
     }
-    if (++idle <= spins) continue;
-    if (idle <= yields) {
+    if (++idle <= kSpins) continue;
+    if (idle <= kYields) {
       sched_yield();
       continue;
     }
     const auto now = Deadline::Clock::now();
-    if (idle == yields + 1) idle_since = now;
+    if (idle == kYields + 1) idle_since = now;
     const std::chrono::duration<double> quiet = now - idle_since;
     if (!is_host_ && quiet < kAwakeForGpu)
       sched_yield();
     else
-      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : nap);
+      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
   }
 }
 

@@ -59,8 +59,7 @@ class FifoReader {
 
 class Proxy {
  public:
-  // is_crowded: are_cores_few() where it runs.
-  static Result<std::unique_ptr<Proxy>> create(Device device, uint64_t capacity, bool is_crowded);
+  static Result<std::unique_ptr<Proxy>> create(Device device, uint64_t capacity);
   ~Proxy() { stop(); }
 
   const Fifo& fifo(uint32_t i) const { return fifos_->fifo(i); }
@@ -76,8 +75,7 @@ class Proxy {
   void stop();
 
  private:
-  Proxy(std::unique_ptr<FifoReader> fifos, bool is_host, bool is_crowded)
-      : fifos_(std::move(fifos)), is_host_(is_host), is_crowded_(is_host && is_crowded) {}
+  Proxy(std::unique_ptr<FifoReader> fifos, bool is_host) : fifos_(std::move(fifos)), is_host_(is_host) {}
   void run();
   bool turn();
   bool try_turn(bool& any);
@@ -86,8 +84,7 @@ class Proxy {
   PeerQueue* queue_to(uint32_t rank);
 
   std::unique_ptr<FifoReader> fifos_;
-  const bool is_host_;     // whose kernels fill them
-  const bool is_crowded_;  // threads of kernels need the cores, and help
+  const bool is_host_;  // whose kernels fill them
   std::vector<std::unique_ptr<PeerQueue>> queues_;
   std::vector<bool> reported_;  // of a queue that lost its peer
   std::vector<PeerQueue*> by_rank_;

@@ -40,6 +40,25 @@ struct PreMulSum {
   bool is_alive;
 };
 
+// A group of sends and receives that was one round, by which a group like it is known.
+struct KnownRound {
+  struct Message {
+    Function function;
+    int peer;
+    ncclDataType_t type;
+    size_t count;
+    uint64_t offset;  // bytes from what lies lowest in memory of all sends, or of all receives
+
+    bool operator==(const Message&) const = default;
+  };
+  std::vector<Message> messages;  // in the group's order; none: there was no such round
+  size_t lowest_send = 0, lowest_recv = 0;
+  const CollectiveRunner::PlannedRun* planned = nullptr;
+
+  // Whether these differ from the group in the addresses of their memory alone.
+  bool is_like(std::span<const Operation> operations) const;
+};
+
 // The device that a new communicator of this thread works on: the current CUDA device, or the host.
 Device current_device();
 
@@ -102,6 +121,7 @@ struct ncclComm {
   // Whether all ranks say yes; errors: kPeerLost.
   weft::Result<bool> agree(bool mine);
 
+  Status run_on_device(std::span<const Operation> operations);
   Status run_in_order(std::span<const Operation> operations);
   bool serves(const Operation& operation);
   Status serve(const Operation& operation);
@@ -115,10 +135,13 @@ struct ncclComm {
   weft::Result<Buffers> buffers_of(const Operation& operation);
   weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
   Status exchange(const std::vector<const Operation*>& operations);
-  Status exchange_round(const std::vector<const Operation*>& sends,
-                        const std::vector<const Operation*>& recvs, cudaStream_t stream);
+  // Gives the plan that it ran.
+  weft::Result<const PlannedRun*> exchange_round(const std::vector<const Operation*>& sends,
+                                                 const std::vector<const Operation*>& recvs,
+                                                 cudaStream_t stream);
   weft::Result<const PlannedRun*> plan_round(std::vector<weft::ChunkSpan> out,
                                              std::vector<weft::ChunkSpan> in);
+  Status run_last_round(std::span<const Operation> operations);
   std::vector<Operation> as_transfers(const Operation& operation) const;
   weft::Result<uint32_t> load(weft::CollectiveRunner& runner, weft::BookCollective collective,
                               uint32_t program, int root);
@@ -143,6 +166,7 @@ struct ncclComm {
   std::map<std::pair<uint32_t, int>, uint32_t> loaded_;           // by (program of the book, root)
   std::map<std::pair<uint64_t, uint64_t>, PlannedCall> planned_;  // by form_of()
   std::map<Round, PlannedRun, RoundOrder> planned_rounds_;
+  weft::nccl::KnownRound last_round_;
   std::vector<std::unique_ptr<weft::LocalMemory>> staging_;
   weft::StreamMark last_call_{device_};
   ncclComm_t real_ = nullptr;

@@ -25,10 +25,7 @@ Operation operation(Function function, const void* src, void* dst, size_t count,
           op,
           peer,
           stream,
-          {},
-          {},
-          {},
-          {}};
+          nullptr};
 }
 
 }  // namespace
@@ -106,10 +103,9 @@ WEFT_NCCL_API ncclResult_t ncclAllToAllv(const void* src, const size_t src_count
     return refuse(answer(Status::invalid("comm, counts or displacements: got null"), comm));
   Operation made = operation(Function::kAllToAllv, src, dst, 0, type, ncclSum, -1, comm, stream);
   const int ranks = comm->size();
-  made.src_counts.assign(src_counts, src_counts + ranks);
-  made.src_places.assign(src_places, src_places + ranks);
-  made.dst_counts.assign(dst_counts, dst_counts + ranks);
-  made.dst_places.assign(dst_places, dst_places + ranks);
+  const auto by_rank = [&](const size_t* sizes) { return std::vector<size_t>(sizes, sizes + ranks); };
+  made.sizes = std::make_shared<const MessageSizes>(by_rank(src_counts), by_rank(src_places),
+                                                    by_rank(dst_counts), by_rank(dst_places));
   return submit(std::move(made));
 }
 WEFT_NCCL_API ncclResult_t ncclGather(const void* src, void* dst, size_t count, ncclDataType_t type, int root,

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <set>
+#include <span>
 #include <thread>
 #include <utility>
 
@@ -30,6 +30,8 @@ Status give_birth(Birth& birth) {
   return {};
 }
 
+using Share = std::span<const Operation>;
+
 // Runs act(0) to act(count - 1), each in a thread of its own where there are several: they may wait for each
 // other.
 Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
@@ -45,36 +47,43 @@ Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
 
 // Whether one thread can start everything, one communicator after the other: GPUs of their own, and nothing to
 // wait for. A thread that is made for it costs several times what a launch does.
-bool starts_in_turn(const std::vector<ncclComm_t>& comms, const std::vector<std::vector<Operation>>& shares) {
-  std::set<int> gpus;
-  for (size_t i = 0; i < comms.size(); ++i) {
-    const bool is_first = !comms[i]->device().is_host() && gpus.insert(comms[i]->device().ordinal).second;
-    if (!is_first || !comms[i]->starts_at_once(shares[i])) return false;
+bool starts_in_turn(const std::vector<Share>& shares) {
+  for (size_t i = 0; i < shares.size(); ++i) {
+    ncclComm& comm = *shares[i].front().comm;
+    const auto is_of_gpu = [&](const Share& other) {
+      return other.front().comm->device().ordinal == comm.device().ordinal;
+    };
+    const bool is_first = std::none_of(shares.begin(), shares.begin() + static_cast<ptrdiff_t>(i), is_of_gpu);
+    if (comm.device().is_host() || !is_first || !comm.starts_at_once(shares[i])) return false;
   }
   return true;
 }
 
+// What each communicator has of a group, in the group's order. Sorts the group by communicators.
+std::vector<Share> shares_of(std::vector<Operation>& operations) {
+  std::ranges::stable_sort(operations, std::less<>(), &Operation::comm);
+  std::vector<Share> shares;
+  for (auto begin = operations.begin(); begin != operations.end();) {
+    const auto is_other = [&](const Operation& operation) { return operation.comm != begin->comm; };
+    const auto end = std::find_if(begin, operations.end(), is_other);
+    shares.emplace_back(begin, end);
+    begin = end;
+  }
+  return shares;
+}
+
 ncclResult_t run_shares(std::vector<Operation> operations) {
   const CaptureLooks looks;
-  std::vector<ncclComm_t> comms;
-  std::vector<std::vector<Operation>> shares;
-  for (Operation& operation : operations) {
-    const size_t at = std::find(comms.begin(), comms.end(), operation.comm) - comms.begin();
-    if (at == comms.size()) {
-      comms.push_back(operation.comm);
-      shares.emplace_back();
-    }
-    shares[at].push_back(std::move(operation));
-  }
-  std::vector<Status> results(comms.size());
-  const auto run = [&](size_t i) { return results[i] = comms[i]->run(shares[i]); };
-  if (starts_in_turn(comms, shares))
-    for (size_t i = 0; i < comms.size(); ++i) (void)run(i);
+  const std::vector<Share> shares = shares_of(operations);
+  std::vector<Status> results(shares.size());
+  const auto run = [&](size_t i) { return results[i] = shares[i].front().comm->run(shares[i]); };
+  if (starts_in_turn(shares))
+    for (size_t i = 0; i < shares.size(); ++i) (void)run(i);
   else
-    (void)run_beside(comms.size(), run);
+    (void)run_beside(shares.size(), run);
   ncclResult_t result = ncclSuccess;
-  for (size_t i = 0; i < comms.size(); ++i)
-    if (!results[i].ok()) result = answer(results[i]);
+  for (const Status& status : results)
+    if (!status.ok()) result = answer(status);
   return result;
 }
 
@@ -124,15 +133,16 @@ Status check(const Operation& o) {
   if (has_root(o.function) && (o.peer < 0 || o.peer >= o.comm->size()))
     return Status::invalid("{}: root or peer: got {}, allowed: 0 to {}", name, o.peer, o.comm->size() - 1);
   const bool is_root = o.peer == o.comm->rank();
-  const auto has = [&](const std::vector<size_t>& counts) {
-    return o.count || std::any_of(counts.begin(), counts.end(), [](size_t count) { return count != 0; });
+  const auto has = [&](std::vector<size_t> MessageSizes::* counts) {
+    return o.count || (o.sizes && std::ranges::any_of((*o.sizes).*counts, [](size_t n) { return n != 0; }));
   };
   const bool needs_src =
       o.function != Function::kRecv &&
       (is_root || (o.function != Function::kBroadcast && o.function != Function::kScatter));
   const bool needs_dst = o.function != Function::kSend &&
                          (is_root || (o.function != Function::kReduce && o.function != Function::kGather));
-  if ((needs_src && !o.src && has(o.src_counts)) || (needs_dst && !o.dst && has(o.dst_counts)))
+  if ((needs_src && !o.src && has(&MessageSizes::src_counts)) ||
+      (needs_dst && !o.dst && has(&MessageSizes::dst_counts)))
     return Status::invalid("{}: sendbuff or recvbuff: got null for {} elements", name, o.count);
   const bool is_transfer = o.function == Function::kSend || o.function == Function::kRecv;
   if (is_transfer && is_root && !this_group().depth)

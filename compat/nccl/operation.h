@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/status.h"
@@ -32,6 +33,11 @@ inline constexpr const char* kFunctionNames[] = {
     "ncclReduce",    "ncclGather",    "ncclScatter",       "ncclSend",     "ncclRecv"};
 inline constexpr int kFunctions = sizeof(kFunctionNames) / sizeof(kFunctionNames[0]);
 
+// Of kAllToAllv: elements, by rank.
+struct MessageSizes {
+  std::vector<size_t> src_counts, src_places, dst_counts, dst_places;
+};
+
 struct Operation {
   Function function;
   ncclComm_t comm;
@@ -42,7 +48,7 @@ struct Operation {
   ncclRedOp_t op;
   int peer;  // or root
   cudaStream_t stream;
-  std::vector<size_t> src_counts, src_places, dst_counts, dst_places;  // of kAllToAllv, in elements
+  std::shared_ptr<const MessageSizes> sizes;  // of kAllToAllv; else null
 };
 
 Element element_of(ncclDataType_t type);

@@ -19,6 +19,10 @@ using weft::nccl::Operation;
 namespace weft::nccl {
 namespace {
 
+std::byte* address_of(const Operation& o) {
+  return o.function == Function::kSend ? const_cast<std::byte*>(o.src) : o.dst;
+}
+
 // Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
 struct Table {
   std::byte* base = nullptr;
@@ -26,16 +30,13 @@ struct Table {
 };
 Table table_of(const std::vector<const Operation*>& operations, int ranks) {
   Table table;
-  const auto address = [](const Operation& o) {
-    return o.function == Function::kSend ? const_cast<std::byte*>(o.src) : o.dst;
-  };
   for (const Operation* o : operations)
-    if (o && (!table.base || address(*o) < table.base)) table.base = address(*o);
+    if (o && (!table.base || address_of(*o) < table.base)) table.base = address_of(*o);
   table.entries.resize(static_cast<size_t>(ranks));
   for (int rank = 0; rank < ranks; ++rank) {
     const Operation* o = operations[rank];
     if (!o) continue;
-    table.entries[rank] = {static_cast<uint64_t>(address(*o) - table.base), o->count * bytes_of(o->type),
+    table.entries[rank] = {static_cast<uint64_t>(address_of(*o) - table.base), o->count * bytes_of(o->type),
                            static_cast<uint32_t>(element_of(o->type)), 0};
   }
   return table;
@@ -48,7 +49,44 @@ const Operation* in_round(const std::vector<std::vector<const Operation*>>& of_r
   return round < calls.size() ? calls[round] : nullptr;
 }
 
+KnownRound::Message message_of(const Operation& o, const std::byte* send_base, const std::byte* recv_base) {
+  const std::byte* base = o.function == Function::kSend ? send_base : recv_base;
+  return {o.function, o.peer, o.type, o.count,
+          reinterpret_cast<uintptr_t>(address_of(o)) - reinterpret_cast<uintptr_t>(base)};
+}
+
+size_t lowest_of(const std::vector<const Operation*>& operations, Function function) {
+  size_t lowest = 0;
+  const std::byte* base = nullptr;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    if (operations[i]->function != function || (base && address_of(*operations[i]) >= base)) continue;
+    base = address_of(*operations[i]);
+    lowest = i;
+  }
+  return lowest;
+}
+
+KnownRound known_round(const std::vector<const Operation*>& operations,
+                       const CollectiveRunner::PlannedRun* planned) {
+  KnownRound round{
+      {}, lowest_of(operations, Function::kSend), lowest_of(operations, Function::kRecv), planned};
+  const std::byte* send_base = operations[round.lowest_send]->src;
+  const std::byte* recv_base = operations[round.lowest_recv]->dst;
+  for (const Operation* o : operations) round.messages.push_back(message_of(*o, send_base, recv_base));
+  return round;
+}
+
 }  // namespace
+
+bool KnownRound::is_like(std::span<const Operation> operations) const {
+  if (operations.empty() || operations.size() != messages.size()) return false;
+  const std::byte* send_base = operations[lowest_send].src;
+  const std::byte* recv_base = operations[lowest_recv].dst;
+  for (size_t i = 0; i < messages.size(); ++i)
+    if (message_of(operations[i], send_base, recv_base) != messages[i]) return false;
+  return true;
+}
+
 }  // namespace weft::nccl
 
 // Rounds keep the messages between two ranks in order, whatever else is in the group on either side.
@@ -72,6 +110,7 @@ Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
   for (size_t i = 0; i < sends[rank_].size(); ++i)
     WEFT_TRY(copy(recvs[rank_][i]->dst, sends[rank_][i]->src,
                   sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type), stream));
+  const bool is_for_others = sends[rank_].empty();
   sends[rank_].clear();
   recvs[rank_].clear();
   size_t rounds = 0;
@@ -84,18 +123,30 @@ Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
       out[peer] = weft::nccl::in_round(sends, peer, round);
       in[peer] = weft::nccl::in_round(recvs, peer, round);
     }
-    WEFT_TRY(exchange_round(out, in, stream));
+    WEFT_TRY_ASSIGN(const PlannedRun* planned, exchange_round(out, in, stream));
+    if (rounds == 1 && is_for_others) last_round_ = weft::nccl::known_round(operations, planned);
   }
   return leave_stream(stream);
 }
 
-Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
-                                const std::vector<const Operation*>& recvs, cudaStream_t stream) {
+Status ncclComm::run_last_round(std::span<const Operation> operations) {
+  for (const Operation& operation : operations) weft::nccl::count_served(operation.function);
+  const cudaStream_t stream = operations[0].stream;
+  WEFT_TRY(enter_stream(stream));
+  WEFT_TRY(pairs_->run(*last_round_.planned, const_cast<std::byte*>(operations[last_round_.lowest_send].src),
+                       operations[last_round_.lowest_recv].dst, stream));
+  return leave_stream(stream);
+}
+
+Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::exchange_round(
+    const std::vector<const Operation*>& sends, const std::vector<const Operation*>& recvs,
+    cudaStream_t stream) {
   weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
   std::byte *const src = out.base, *const dst = in.base;
   WEFT_TRY_ASSIGN(const weft::CollectiveRunner::PlannedRun* planned,
                   plan_round(std::move(out.entries), std::move(in.entries)));
-  return pairs_->run(*planned, src, dst, stream);
+  WEFT_TRY(pairs_->run(*planned, src, dst, stream));
+  return planned;
 }
 
 // The plan of a round in which the same goes between the same ranks, from places as far from each other.
@@ -110,7 +161,10 @@ Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::plan_round(std::vect
   WEFT_TRY_ASSIGN(weft::CollectiveRunner::PlannedRun planned,
                   pairs_->plan({number, Element::kUint8, Reduction::kSum, program.protocol, nullptr, nullptr,
                                 0, program.per_part, false, round.first, round.second, 0, 0, nullptr}));
-  if (planned_rounds_.size() >= kKeptPlans) planned_rounds_.clear();
+  if (planned_rounds_.size() >= kKeptPlans) {
+    planned_rounds_.clear();
+    last_round_ = {};
+  }
   return &planned_rounds_.emplace(std::move(round), std::move(planned)).first->second;
 }
 

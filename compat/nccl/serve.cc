@@ -137,12 +137,20 @@ Status ncclComm::run(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
   const weft::CaptureLooks looks;
   const Status status =
-      is_stopped_ ? Status(Code::kClosed, "the communicator was aborted") : run_in_order(operations);
+      is_stopped_ ? Status(Code::kClosed, "the communicator was aborted") : run_on_device(operations);
   note(status);
   return status;
 }
 
+// In a process with several GPUs each step of a call would enter the context, and leave it, by itself.
+Status ncclComm::run_on_device(std::span<const Operation> operations) {
+  if (device_.is_host()) return run_in_order(operations);
+  WEFT_TRY_ASSIGN(const weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
+  return run_in_order(operations);
+}
+
 Status ncclComm::run_in_order(std::span<const Operation> operations) {
+  if (last_round_.is_like(operations) && serves(operations[0])) return run_last_round(operations);
   std::vector<const Operation*> transfers, forwarded;
   for (const Operation& operation : operations) {
     if (operation.count == 0 && operation.function != Function::kAllToAllv) continue;
@@ -167,6 +175,7 @@ Status ncclComm::run_in_order(std::span<const Operation> operations) {
 bool ncclComm::starts_at_once(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
   if (!is_weft_ || device_.is_host() || weft::config().check) return false;
+  if (last_round_.is_like(operations)) return serves(operations[0]);
   // The second launch may have to wait for room in a table that the first one reads.
   std::set<std::pair<Function, int>> messages;
   for (const Operation& o : operations) {
@@ -298,13 +307,14 @@ Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Op
 // One rank: every collective is a copy.
 Status ncclComm::serve_alone(const Operation& o) {
   if (o.function == Function::kAllToAllv) {
-    if (o.src_counts[0] != o.dst_counts[0])
+    const weft::nccl::MessageSizes& sizes = *o.sizes;
+    if (sizes.src_counts[0] != sizes.dst_counts[0])
       return Status::invalid(
           "sendcounts[0] and recvcounts[0]: got {} and {}, allowed: the same, as both are of rank 0",
-          o.src_counts[0], o.dst_counts[0]);
+          sizes.src_counts[0], sizes.dst_counts[0]);
     const uint64_t bytes = weft::nccl::bytes_of(o.type);
-    return copy(o.dst + o.dst_places[0] * bytes, o.src + o.src_places[0] * bytes, o.src_counts[0] * bytes,
-                o.stream);
+    return copy(o.dst + sizes.dst_places[0] * bytes, o.src + sizes.src_places[0] * bytes,
+                sizes.src_counts[0] * bytes, o.stream);
   }
   WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
   return copy(o.dst, src, o.count * weft::nccl::bytes_of(o.type), o.stream);
@@ -356,8 +366,7 @@ std::vector<Operation> ncclComm::as_transfers(const Operation& o) const {
   std::vector<Operation> transfers;
   const uint64_t bytes = weft::nccl::bytes_of(o.type);
   const auto add = [&](Function function, int peer, uint64_t place, size_t count) {
-    Operation part{function, o.comm,   nullptr, nullptr, count, o.type, ncclSum,
-                   peer,     o.stream, {},      {},      {},    {}};
+    Operation part{function, o.comm, nullptr, nullptr, count, o.type, ncclSum, peer, o.stream, nullptr};
     if (function == Function::kSend)
       part.src = o.src + place * bytes;
     else
@@ -371,8 +380,8 @@ std::vector<Operation> ncclComm::as_transfers(const Operation& o) const {
     if (o.function == Function::kGather && is_root) add(Function::kRecv, peer, peer * o.count, o.count);
     if (o.function == Function::kScatter && is_root) add(Function::kSend, peer, peer * o.count, o.count);
     if (o.function != Function::kAllToAllv) continue;
-    add(Function::kSend, peer, o.src_places[peer], o.src_counts[peer]);
-    add(Function::kRecv, peer, o.dst_places[peer], o.dst_counts[peer]);
+    add(Function::kSend, peer, o.sizes->src_places[peer], o.sizes->src_counts[peer]);
+    add(Function::kRecv, peer, o.sizes->dst_places[peer], o.sizes->dst_counts[peer]);
   }
   return transfers;
 }

@@ -364,6 +364,35 @@ static void repeat_messages(ncclComm_t comm, int round, int32_t* src, int32_t* d
   }
 }
 
+/* A message to and from every other rank, twice alike from other memory, then with another place, size or order: places
+ * are 40 apart, but in one form rank 1's; counts are 7, but in one form 6. Sends or receives lie in falling order. */
+static void repeat_a_round(ncclComm_t comm, int round, int32_t* src, int32_t* dst) {
+  for (int form = 0; form < 8; ++form) {
+    const int moved = form / 2 == 1, shorter = form / 2 == 2, is_turned = form / 2 == 3;
+    int32_t *out = src + (form % 2) * 3, *in = dst + (form % 2) * 5;
+    const size_t count = shorter ? 6 : 7;
+    for (size_t i = 0; i < kMost; ++i) src[i] = rank * 1000 + round + (int)i, dst[i] = -1;
+#define OUT(r) (out + ((ranks - (r)) * 40 + (moved && (r) == 1 ? 11 : 0)))
+#define IN(r) (in + ((r) * 40 + (moved && (r) == 1 ? 13 : 0)))
+    OK(ncclGroupStart());
+    for (int i = 0; i < ranks; ++i) {
+      const int r = is_turned ? ranks - 1 - i : i;
+      if (r == rank) continue;
+      OK(ncclRecv(IN(r), count, ncclInt32, r, comm, NULL));
+      OK(ncclSend(OUT(r), count, ncclInt32, r, comm, NULL));
+    }
+    OK(ncclGroupEnd());
+    for (int r = 0; r < ranks; ++r) {
+      if (r == rank) continue;
+      const int first = (int)(OUT(rank) - src); /* there as here, only the moved place is of rank 1 */
+      for (int i = 0; i < (int)count; ++i) MUST(IN(r)[i] == r * 1000 + round + first + i);
+      MUST(IN(r)[count] == -1);
+    }
+#undef OUT
+#undef IN
+  }
+}
+
 static void repeats(void) {
   ncclComm_t comm = join();
   int32_t *src[kPlaces], *dst[kPlaces];
@@ -374,6 +403,7 @@ static void repeats(void) {
   for (int round = 0; round < 12; ++round) {
     repeat_collectives(comm, round, src[round % kPlaces], dst[(round + 1) % kPlaces]);
     repeat_messages(comm, round, src[(round + 1) % kPlaces], dst[round % kPlaces]);
+    repeat_a_round(comm, round, src[(round + 1) % kPlaces], dst[round % kPlaces]);
   }
   for (int count = 1; count <= 1100; ++count) { /* more forms than are kept */
     int32_t one[1100], total[1100];

@@ -156,9 +156,16 @@ Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, c
                       const void* mesh) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
-  CUlaunchAttribute cooperative{};
-  cooperative.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-  cooperative.value.cooperative = 1;
+  CUlaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (launch.cooperative) {
+    attributes[count].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attributes[count++].value.cooperative = 1;
+  }
+  if (launch.blocks_per_cluster > 1) {
+    attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attributes[count++].value.clusterDim = {launch.blocks_per_cluster, 1, 1};
+  }
   CUlaunchConfig config{};
   config.gridDimX = launch.blocks;
   config.gridDimY = config.gridDimZ = 1;
@@ -166,8 +173,8 @@ Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, c
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = launch.shared_bytes;
   config.hStream = static_cast<CUstream>(launch.stream);
-  config.attrs = &cooperative;
-  config.numAttrs = launch.cooperative ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   void* parameters[] = {const_cast<void*>(args), const_cast<void*>(mesh)};
   return cuda_status(driver->cuLaunchKernelEx(&config, kernel.function, parameters, nullptr),
                      "launching {} on {} blocks of {} threads with {} bytes of shared memory",

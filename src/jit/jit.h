@@ -51,6 +51,8 @@ struct Launch {
   uint32_t shared_bytes = 0;       // dynamic shared memory of each block
   void* stream = nullptr;          // CUstream; ignored on the host
   bool cooperative = false;        // all blocks run at once or the launch fails; on the host they always do
+  uint32_t blocks_per_cluster =
+      1;  // divides blocks; more than 1 where the device has clusters; ignored on the host
 };
 
 // What the compiler used, for `weft info`, tests and the planner. All zero on the host.

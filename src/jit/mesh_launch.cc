@@ -50,7 +50,12 @@ Result<ComputeLimits> compute_limits(const Communicator& comm) {
       driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
                                    comm.device().ordinal),
       "read the shared memory per block"));
-  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
+  int has_clusters = 0;
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&has_clusters, CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH, comm.device().ordinal),
+      "read whether blocks can be launched in clusters"));
+  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes),
+                       has_clusters != 0};
 }
 
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,

@@ -18,7 +18,10 @@ constexpr uint32_t kSharedForms = 128;  // nor ranks that send tokens once to a 
 constexpr double kMillionPutsPerS = 1;  // as `weft plan` takes it
 
 Launch launch_of(const LowLatencyPlan& plan) {
-  return {plan.blocks, plan.threads_per_block, plan.shared_bytes, nullptr, false};
+  return {.blocks = plan.blocks,
+          .threads_per_block = plan.threads_per_block,
+          .shared_bytes = plan.shared_bytes,
+          .blocks_per_cluster = plan.blocks_per_cluster};
 }
 
 PlannedCombine::Grid grid_of(const LowLatencyPlan& plan) {

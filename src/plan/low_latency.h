@@ -51,6 +51,7 @@ struct LowLatencyPlan {
   uint32_t answer_parts =
       1;  // combine with port peers: parts of a reply, which the warps of a block share out
   uint32_t line_tokens = 0;  // dispatch: this rank's tokens travel as lines if they are so few; 0: never
+  uint32_t blocks_per_cluster = 1;
   bool in_bulk = false;  // the kernels of low_latency_*_bulk.cuh: no lines, and nothing is shared by warps
 };
 

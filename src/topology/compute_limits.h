@@ -9,9 +9,10 @@ namespace weft {
 
 struct ComputeLimits {
   bool is_cuda;
-  uint32_t max_blocks;    // SMs, or 1 on the host
-  uint32_t host_threads;  // per rank, on the host
-  uint32_t shared_bytes;  // per block
+  uint32_t max_blocks;        // SMs, or 1 on the host
+  uint32_t host_threads;      // per rank, on the host
+  uint32_t shared_bytes;      // per block
+  bool has_clusters = false;  // whether blocks can be launched in clusters, which have SMs side by side
 };
 
 }  // namespace weft

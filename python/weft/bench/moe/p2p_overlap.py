@@ -27,7 +27,7 @@ from weft.bench.moe import peers
 from weft.bench.moe.setting import Bench, Inputs, shape_columns
 from weft.bench.report import Row
 
-SMS = (0, 4, 6, 8, 10, 12, 16)  # 0: all, on the caller's stream
+SMS = (0, 4, 6, 8, 10, 12, 14, 16)  # 0: all, on the caller's stream
 STEPS = ("dispatch", "combine")
 Make = Callable[[int], weft.P2PAllToAll]  # of so many SMs
 
@@ -116,7 +116,9 @@ class Overlap:
     def _row(self, us: dict[str, list[float]], empty: float, step: str, product: Product, sms: int) -> Row:
         o = self._bench.options
         both = us[f"overlap {product.name} {sms} {step}"]
-        alone = statistics.median(us[f"weft {step}"])
+        alone, with_all_sms = (
+            statistics.median(us[f"overlap nothing {number} {step}"]) for number in (sms, 0)
+        )
         product_us, few_us = (
             statistics.median(us[f"overlap product {product.name} {number}"]) for number in (0, sms)
         )
@@ -135,9 +137,9 @@ class Overlap:
             "sms": sms,
             "product_us": round(product_us, 1),
             "product_few_us": round(few_us, 1),
-            "alone_us": round(statistics.median(us[f"overlap nothing {sms} {step}"]), 1),
+            "alone_us": round(alone, 1),
             "exposed_us": round(exposed, 1),
-            "hidden_share": round(1 - exposed / max(alone - empty, 1e-3), 3),
+            "hidden_share": round(1 - exposed / max(with_all_sms - empty, 1e-3), 3),
         }
         return made
 

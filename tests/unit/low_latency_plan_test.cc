@@ -104,24 +104,24 @@ TEST(LowLatencyPlan, FewSmsOfManyTokensMoveRowsInBulk) {
   EXPECT_TRUE(combine(kHost).in_bulk);
 }
 
-// Pairs of SMs side by side, so that a product whose blocks also go in pairs finds all others in pairs.
-TEST(LowLatencyPlan, AnEvenNumberOfSmsOfACallIsTakenInPairs) {
+// So that a product whose blocks go in clusters finds the other SMs side by side, too.
+TEST(LowLatencyPlan, SmsOfACallLieSideBySide) {
   LowLatencySizes sizes{4, 128, 8, 256};
   ComputeLimits limits = kH200;
   limits.has_clusters = true;
-  auto pairs = [&] {
+  auto cluster = [&] {
     const uint32_t dispatch = plan_low_latency_dispatch(sizes, fp8(sizes, 7168), limits).blocks_per_cluster;
     EXPECT_EQ(dispatch, plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, limits).blocks_per_cluster);
     return dispatch;
   };
-  EXPECT_EQ(pairs(), 1u);
-  sizes.grid_sms = 12;
-  EXPECT_EQ(pairs(), 2u);
-  sizes.grid_sms = 7;
-  EXPECT_EQ(pairs(), 1u);
+  EXPECT_EQ(cluster(), 1u);
+  for (const auto& [sms, expected] : {std::pair{12u, 2u}, {14u, 2u}, {7u, 1u}}) {
+    sizes.grid_sms = sms;
+    EXPECT_EQ(cluster(), expected) << sms;
+  }
   sizes.grid_sms = 12;
   limits.has_clusters = false;
-  EXPECT_EQ(pairs(), 1u);
+  EXPECT_EQ(cluster(), 1u);
 }
 
 // A block watches, and what is shared out over warps is shared out over those of the others.

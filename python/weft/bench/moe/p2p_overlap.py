@@ -185,13 +185,13 @@ def _sms_of_cublas(number: int) -> Iterator[None]:
 
 
 def _shapes(bench: Bench) -> dict[str, tuple[int, int, int]]:
-    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120 and 112 large tiles, each
+    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120, 112 and 104 large tiles, each
     of which takes an SM, and short ones."""
     o = bench.options
     if not bench.on_gpu:
         return {"square": (128, 128, 128)}
     few = (max(o.tokens, 1), o.hidden, 4096)
-    tiles = {str(rows // 16): (rows, 2048, 2048) for rows in (2048, 1920, 1792)}
+    tiles = {str(rows // 16): (rows, 2048, 2048) for rows in (2048, 1920, 1792, 1664)}
     return {"tokens": few, **tiles, "short": (8192, 512, 8192)}
 
 

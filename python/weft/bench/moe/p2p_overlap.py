@@ -102,6 +102,8 @@ class Overlap:
         self._topk_idx.copy_(topk_idx)
         for name, call in self._calls.items():
             self._bench.sample(f"overlap {name}", call)
+        if self._bench.on_gpu:
+            torch.cuda.synchronize()  # a stream that is full of these would keep the host from the next sample
 
     def rows(self, us: dict[str, list[float]]) -> list[Row]:
         """Return a row of each step, product and number of SMs."""

@@ -66,11 +66,6 @@ struct E4m3 {
   }
 };
 
-template <class T>
-WEFT_DEVICE bool is_nan(T value) {
-  return value != value;
-}
-
 struct Sum {
   template <class T>
   WEFT_DEVICE static T apply(T a, T b) {
@@ -97,16 +92,17 @@ struct Product {
     return static_cast<int64_t>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
   }
 };
+// NaN is not equal to itself. No branches, so that a host's compiler makes vectors of it.
 struct Min {
   template <class T>
   WEFT_DEVICE static T apply(T a, T b) {
-    return (a < b || is_nan(a)) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 struct Max {
   template <class T>
   WEFT_DEVICE static T apply(T a, T b) {
-    return (a > b || is_nan(a)) ? a : b;
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 
@@ -130,6 +126,52 @@ inline constexpr bool kDivides = false;
 template <>
 inline constexpr bool kDivides<Average> = true;
 
+// What a target may combine as whole vectors.
+template <class Format>
+inline constexpr bool kIsWhole = false;
+template <>
+inline constexpr bool kIsWhole<Brain> = kCombinesVectors;
+template <>
+inline constexpr bool kIsWhole<Half> = kCombinesVectors;
+template <>
+inline constexpr bool kIsWhole<Plain<float>> = kCombinesVectors;
+// What it does with them; for Format::load() and store() see above.
+template <class Format>
+struct Whole;
+template <>
+struct Whole<Brain> {
+  template <class Op>
+  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
+    return combine_bf16x8<Op>(a, b);
+  }
+  template <class Divisor>
+  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
+    return divide_bf16x8(sum, divisor);
+  }
+};
+template <>
+struct Whole<Half> {
+  template <class Op>
+  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
+    return combine_f16x8<Op>(a, b);
+  }
+  template <class Divisor>
+  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
+    return divide_f16x8(sum, divisor);
+  }
+};
+template <>
+struct Whole<Plain<float>> {
+  template <class Op>
+  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
+    return combine_f32x4<Op>(a, b);
+  }
+  template <class Divisor>
+  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
+    return divide_f32x4(sum, divisor);
+  }
+};
+
 // Combines two vectors element by element.
 template <class Format, class Op>
 struct Combiner {
@@ -139,6 +181,12 @@ struct Combiner {
     typename Format::Stored values[kPerVec];
   };
   WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
+    if constexpr (kIsWhole<Format>)
+      return Whole<Format>::template apply<Op>(a, b);
+    else
+      return apply_each(a, b);
+  }
+  WEFT_DEVICE static Vec16 apply_each(const Vec16& a, const Vec16& b) {
     const auto x = __builtin_bit_cast(Elements, a);
     const auto y = __builtin_bit_cast(Elements, b);
     Elements out;
@@ -149,15 +197,18 @@ struct Combiner {
   }
   // What is left to do when everything is combined: the same as dividing the stored sums.
   WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
-    if constexpr (kDivides<Op>) {
-      auto elements = __builtin_bit_cast(Elements, combined);
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kPerVec; ++i)
-        elements.values[i] = divided<Format>(elements.values[i], summands);
-      return __builtin_bit_cast(Vec16, elements);
-    } else {
+    if constexpr (!kDivides<Op>)
       return combined;
-    }
+    else if constexpr (kIsWhole<Format>)
+      return Whole<Format>::divided(combined, static_cast<float>(summands));
+    else
+      return finish_each(combined, summands);
+  }
+  WEFT_DEVICE static Vec16 finish_each(const Vec16& combined, uint32_t summands) {
+    auto elements = __builtin_bit_cast(Elements, combined);
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kPerVec; ++i) elements.values[i] = divided<Format>(elements.values[i], summands);
+    return __builtin_bit_cast(Vec16, elements);
   }
 };
 

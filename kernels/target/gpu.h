@@ -27,6 +27,7 @@ WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*
   return false;
 }
 
+struct Vec16;
 struct AddedRow;
 inline constexpr bool kSumsAlone = false;
 template <bool kIsWeighted>
@@ -34,6 +35,20 @@ WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, ui
                                 uint64_t /*bytes*/, bool /*past_caches*/) {
   return false;
 }
+
+inline constexpr bool kCombinesVectors = false;  // so none of these is called
+template <class Op>
+WEFT_DEVICE Vec16 combine_bf16x8(const Vec16& a, const Vec16& b);
+template <class Op>
+WEFT_DEVICE Vec16 combine_f16x8(const Vec16& a, const Vec16& b);
+template <class Op>
+WEFT_DEVICE Vec16 combine_f32x4(const Vec16& a, const Vec16& b);
+template <class Divisor>
+WEFT_DEVICE Vec16 divide_bf16x8(const Vec16& vec, Divisor divisor);
+template <class Divisor>
+WEFT_DEVICE Vec16 divide_f16x8(const Vec16& vec, Divisor divisor);
+template <class Divisor>
+WEFT_DEVICE Vec16 divide_f32x4(const Vec16& vec, Divisor divisor);
 
 WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;

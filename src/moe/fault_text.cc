@@ -6,7 +6,9 @@
 
 #include "base/log.h"
 #include "kernels/moe/high_throughput_args.h"
+#include "kernels/moe/low_latency_layout.h"
 #include "moe/handle_id.h"
+#include "moe/low_latency_forms.h"
 
 namespace weft {
 namespace {
@@ -139,14 +141,18 @@ const char* work_name(Work work) {
 
 // What LowLatencyHandshake::words hold.
 const char* handshake_word_name(uint64_t word) {
-  static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
-                                           "x (bytes per row)",
-                                           "topk_idx (top-k)",
-                                           "num_experts",
-                                           "x (bytes of scales per row)",
-                                           "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt; "
-                                           "enable_shrink, WEFT_LOW_LATENCY_FANOUT)"};
+  static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank", "x (bytes per row)",
+                                           "topk_idx (top-k)", "num_experts", "x (bytes of scales per row)"};
   return word < std::size(kNames) ? kNames[word] : "arguments";
+}
+
+Status handshakes_differ(const FaultBox& box) {
+  const bool is_form = box.waited_ns + 1 == LowLatencyHandshake::kWords;
+  const FormDifference what =
+      is_form ? form_difference(box.expected, box.seen)
+              : FormDifference{handshake_word_name(box.waited_ns), box.expected, box.seen};
+  return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
+                         what.argument, box.self, what.mine, box.peer, what.theirs);
 }
 
 std::string seconds(uint64_t ns) {
@@ -234,9 +240,7 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
                         "max_recv_tokens: got {}, allowed: at least the {} rows, expert_padding included, "
                         "that rank {} received",
                         box.expected, box.seen, box.self);
-  if (box.site == Site::kLowLatencyAgree)
-    return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
-                           handshake_word_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kLowLatencyAgree) return handshakes_differ(box);
   if (box.site == Site::kRingBytes)
     return Status::invalid("t: rank {} receives {} bytes, rank {} sent {}, allowed: the same on both",
                            box.self, box.expected, box.peer, box.seen);

@@ -7,14 +7,13 @@
 #include "base/config.h"
 #include "jit/mesh_launch.h"
 #include "moe/kernel_keys.h"
+#include "moe/low_latency_forms.h"
 #include "moe/low_latency_known.h"
 #include "topology/nvml.h"
 
 namespace weft {
 namespace {
 
-constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
-constexpr uint32_t kSharedForms = 128;  // nor ranks that send tokens once to a node and others that do not
 constexpr double kMillionPutsPerS = 1;  // as `weft plan` takes it
 
 Launch launch_of(const LowLatencyPlan& plan) {
@@ -284,13 +283,13 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   LowLatencyDispatchArgs args{};
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
-  args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
-                          static_cast<uint32_t>(form.payload * 2 + shape.weights)},
-                         0};
+  args.call.handshake = {
+      {form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
+       dispatch_form(static_cast<uint32_t>(form.payload), shape.weights != 0, sends_once_per_node(form))},
+      0};
   if (sends_once_per_node(form)) {
     WEFT_TRY(Status(has_carriers_));
     args.carriers = carriers();
-    args.call.handshake.words[5] += kSharedForms;
   }
   args.x_row_bytes = form.row_bytes * shrinks_by(form.payload);
   args.scale_expert_stride = form.scale_expert_stride;
@@ -374,8 +373,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
   const auto row_form = static_cast<uint32_t>(form.element * 4 + form.reply);
-  const uint32_t kind =
-      kCombineForms + row_form * 2 + (form.has_weights ? 1 : 0) + (all.node_ranks != 0 ? kSharedForms : 0);
+  const uint32_t kind = combine_form(row_form, form.has_weights, all.node_ranks != 0);
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.row_bytes;
   args.signal_value = form.signal_value;

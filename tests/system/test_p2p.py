@@ -530,6 +530,22 @@ def test_ranks_that_disagree_are_told() -> None:
     run_ranks(3, _others_sizes, with_gpus=False)
 
 
+def _weights_on_one_rank(rank: Rank) -> None:
+    case, form, me = FAULTY, Form(), rank.rank
+    with make(rank, case, form, MOST) as a2a:
+        handle = a2a.dispatch_send(case.x(me), case.topk_idx(me), case.topk_weights(me))
+        y = results_of(case, form, me, rank.size, a2a.dispatch_recv(handle))
+        named = r"^topk_weights \(1: given\): rank . was given ., rank . ., allowed: the same on all ranks"
+        with pytest.raises(Error, match=named):
+            a2a.combine_send(y, handle, case.topk_weights(me) if me == 0 else None)
+            a2a.combine_recv(handle)
+        exchange(rank, a2a, case, form)
+
+
+def test_weights_of_a_combine_on_some_ranks_are_named() -> None:
+    run_ranks(3, _weights_on_one_rank, with_gpus=False)
+
+
 def test_bench_has_phases_overlap_and_the_low_latency_calls_beside(tmp_path: Path) -> None:
     with nodes(1, "fabric:tcp"):
         pass  # skips where it is not usable

@@ -37,12 +37,12 @@ namespace detail {
 
 typedef float Float4 __attribute__((vector_size(16)));
 typedef uint32_t Word4 __attribute__((vector_size(16)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
 
 inline Word4 bf16_bits_of(Float4 values) {
   const Word4 bits = reinterpret_cast<Word4>(values);
   const Word4 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   // Signed, since x86 compares vectors of signed integers only.
-  typedef int32_t Int4 __attribute__((vector_size(16)));
   const Int4 infinity = {0x7f800000, 0x7f800000, 0x7f800000, 0x7f800000};
   const Word4 is_nan = reinterpret_cast<Word4>(reinterpret_cast<Int4>(bits & 0x7fffffffu) > infinity);
   return (is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded);
@@ -71,6 +71,99 @@ inline Word4 bf16_bits_of(Float4 values) {
   Vec16 vec;
   std::memcpy(&vec, &words, sizeof(vec));
   return vec;
+}
+
+namespace detail {
+
+// Numbers of 16 bits, in the low halves of words, as float32 and back.
+struct Bf16Lanes {
+  static Float4 widened(Word4 bits) { return reinterpret_cast<Float4>(bits << 16); }
+  static Word4 narrowed(Float4 values) { return bf16_bits_of(values); }
+};
+// As f16_to_float_portable() and float_to_f16_portable() do it. Signed, since x86 compares vectors of signed integers only.
+struct F16Lanes {
+  static Float4 widened(Word4 bits) {
+    const Word4 magnitude = bits & 0x7fffu;
+    const Word4 finite = reinterpret_cast<Word4>(reinterpret_cast<Float4>(magnitude << 13) * 0x1p112f);
+    const Word4 special = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+    const Word4 is_special = reinterpret_cast<Word4>(reinterpret_cast<Int4>(magnitude) >= 0x7c00);
+    const Word4 value = (is_special & special) | (~is_special & finite);
+    return reinterpret_cast<Float4>(value | (bits & 0x8000u) << 16);
+  }
+  static Word4 narrowed(Float4 values) {
+    const Word4 bits = reinterpret_cast<Word4>(values), magnitude = bits & 0x7fffffffu;
+    const Int4 size = reinterpret_cast<Int4>(magnitude);
+    const Word4 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+    const Word4 tiny =
+        reinterpret_cast<Word4>(reinterpret_cast<Float4>(magnitude) + 0.5f) - bits_of_float(0.5f);
+    const Word4 is_tiny = reinterpret_cast<Word4>(size < (113 << 23));
+    Word4 code = (is_tiny & tiny) | (~is_tiny & normal);
+    const Word4 is_large = reinterpret_cast<Word4>(reinterpret_cast<Int4>(code) > 0x7c00);
+    code = (is_large & 0x7c00u) | (~is_large & code);
+    const Word4 is_nan = reinterpret_cast<Word4>(size > 0x7f800000);
+    code = (is_nan & 0x7e00u) | (~is_nan & code);
+    return code | ((bits >> 16) & 0x8000u);
+  }
+};
+
+inline Word4 words_of(const Vec16& vec) {
+  Word4 words;
+  std::memcpy(&words, &vec, sizeof(words));
+  return words;
+}
+template <class Vector>
+Vec16 vec_of(const Vector& vector) {
+  Vec16 vec;
+  std::memcpy(&vec, &vector, sizeof(vec));
+  return vec;
+}
+
+// f of the eight numbers of each vector, of the low halves of its words and then of the high ones.
+template <class Lanes, class F, class... Vecs>
+[[gnu::always_inline]] inline Vec16 of_halves(F f, const Vecs&... vecs) {
+  const Word4 low = Lanes::narrowed(f(Lanes::widened(words_of(vecs) & 0xffffu)...));
+  const Word4 high = Lanes::narrowed(f(Lanes::widened(words_of(vecs) >> 16)...));
+  return vec_of(low | high << 16);
+}
+template <class F, class... Vecs>
+[[gnu::always_inline]] inline Vec16 of_floats(F f, const Vecs&... vecs) {
+  return vec_of(f(reinterpret_cast<Float4>(words_of(vecs))...));
+}
+
+template <class Op>
+struct Applied {
+  Float4 operator()(Float4 a, Float4 b) const { return Op::apply(a, b); }
+};
+struct DividedBy {
+  float divisor;
+  Float4 operator()(Float4 value) const { return value / divisor; }
+};
+
+}  // namespace detail
+
+// Op of the numbers of two vectors, as one after the other gives it: 16 bits in float32, rounded to nearest, ties to even.
+// And numbers divided by another.
+inline constexpr bool kCombinesVectors = true;
+template <class Op>
+[[gnu::always_inline]] inline Vec16 combine_bf16x8(const Vec16& a, const Vec16& b) {
+  return detail::of_halves<detail::Bf16Lanes>(detail::Applied<Op>{}, a, b);
+}
+template <class Op>
+[[gnu::always_inline]] inline Vec16 combine_f16x8(const Vec16& a, const Vec16& b) {
+  return detail::of_halves<detail::F16Lanes>(detail::Applied<Op>{}, a, b);
+}
+template <class Op>
+[[gnu::always_inline]] inline Vec16 combine_f32x4(const Vec16& a, const Vec16& b) {
+  return detail::of_floats(detail::Applied<Op>{}, a, b);
+}
+[[gnu::always_inline]] inline Vec16 divide_bf16x8(const Vec16& vec, float divisor) {
+  return detail::of_halves<detail::Bf16Lanes>(detail::DividedBy{divisor}, vec);
+}
+[[gnu::always_inline]] inline Vec16 divide_f16x8(const Vec16& vec, float divisor) {
+  return detail::of_halves<detail::F16Lanes>(detail::DividedBy{divisor}, vec);
+}
+[[gnu::always_inline]] inline Vec16 divide_f32x4(const Vec16& vec, float divisor) {
+  return detail::of_floats(detail::DividedBy{divisor}, vec);
 }
 
 }  // namespace weft

@@ -104,8 +104,8 @@ WEFT_NCCL_API ncclResult_t ncclAllToAllv(const void* src, const size_t src_count
   Operation made = operation(Function::kAllToAllv, src, dst, 0, type, ncclSum, -1, comm, stream);
   const int ranks = comm->size();
   const auto by_rank = [&](const size_t* sizes) { return std::vector<size_t>(sizes, sizes + ranks); };
-  made.sizes = std::make_shared<const MessageSizes>(MessageSizes{
-      by_rank(src_counts), by_rank(src_places), by_rank(dst_counts), by_rank(dst_places)});
+  made.sizes = std::make_shared<const MessageSizes>(
+      MessageSizes{by_rank(src_counts), by_rank(src_places), by_rank(dst_counts), by_rank(dst_places)});
   return submit(std::move(made));
 }
 WEFT_NCCL_API ncclResult_t ncclGather(const void* src, void* dst, size_t count, ncclDataType_t type, int root,

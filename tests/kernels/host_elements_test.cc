@@ -22,12 +22,11 @@ using element::Sum;
 
 template <class Combiner>
 class Vectors : public ::testing::Test {};
-using Kinds =
-    ::testing::Types<Combiner<Brain, Sum>, Combiner<Brain, Average>, Combiner<Brain, Product>,
-                     Combiner<Brain, Min>, Combiner<Brain, Max>, Combiner<Half, Sum>, Combiner<Half, Average>,
-                     Combiner<Half, Product>, Combiner<Half, Min>, Combiner<Half, Max>,
-                     Combiner<Plain<float>, Sum>, Combiner<Plain<float>, Average>,
-                     Combiner<Plain<float>, Product>, Combiner<Plain<float>, Min>, Combiner<Plain<float>, Max>>;
+using Kinds = ::testing::Types<
+    Combiner<Brain, Sum>, Combiner<Brain, Average>, Combiner<Brain, Product>, Combiner<Brain, Min>,
+    Combiner<Brain, Max>, Combiner<Half, Sum>, Combiner<Half, Average>, Combiner<Half, Product>,
+    Combiner<Half, Min>, Combiner<Half, Max>, Combiner<Plain<float>, Sum>, Combiner<Plain<float>, Average>,
+    Combiner<Plain<float>, Product>, Combiner<Plain<float>, Min>, Combiner<Plain<float>, Max>>;
 TYPED_TEST_SUITE(Vectors, Kinds);
 
 bool is_nan(uint16_t bits, Brain) {

@@ -23,15 +23,22 @@ std::byte* address_of(const Operation& o) {
   return o.function == Function::kSend ? const_cast<std::byte*>(o.src) : o.dst;
 }
 
+// The one of a function that lies lowest in memory; null: there is none.
+const Operation* lowest_of(const std::vector<const Operation*>& operations, Function function) {
+  const Operation* lowest = nullptr;
+  for (const Operation* o : operations)
+    if (o && o->function == function && (!lowest || address_of(*o) < address_of(*lowest))) lowest = o;
+  return lowest;
+}
+
 // Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
 struct Table {
   std::byte* base = nullptr;
   std::vector<weft::ChunkSpan> entries;
 };
-Table table_of(const std::vector<const Operation*>& operations, int ranks) {
+Table table_of(const std::vector<const Operation*>& operations, Function function, int ranks) {
   Table table;
-  for (const Operation* o : operations)
-    if (o && (!table.base || address_of(*o) < table.base)) table.base = address_of(*o);
+  if (const Operation* lowest = lowest_of(operations, function)) table.base = address_of(*lowest);
   table.entries.resize(static_cast<size_t>(ranks));
   for (int rank = 0; rank < ranks; ++rank) {
     const Operation* o = operations[rank];
@@ -55,21 +62,14 @@ KnownRound::Message message_of(const Operation& o, const std::byte* send_base, c
           reinterpret_cast<uintptr_t>(address_of(o)) - reinterpret_cast<uintptr_t>(base)};
 }
 
-size_t lowest_of(const std::vector<const Operation*>& operations, Function function) {
-  size_t lowest = 0;
-  const std::byte* base = nullptr;
-  for (size_t i = 0; i < operations.size(); ++i) {
-    if (operations[i]->function != function || (base && address_of(*operations[i]) >= base)) continue;
-    base = address_of(*operations[i]);
-    lowest = i;
-  }
-  return lowest;
-}
-
 KnownRound known_round(const std::vector<const Operation*>& operations,
                        const CollectiveRunner::PlannedRun* planned) {
-  KnownRound round{
-      {}, lowest_of(operations, Function::kSend), lowest_of(operations, Function::kRecv), planned};
+  // Any index does for a function that the group has none of: no message asks for its base.
+  const auto place_of_lowest = [&](Function function) -> size_t {
+    const auto found = std::ranges::find(operations, lowest_of(operations, function));
+    return found == operations.end() ? 0 : static_cast<size_t>(found - operations.begin());
+  };
+  KnownRound round{{}, place_of_lowest(Function::kSend), place_of_lowest(Function::kRecv), planned};
   const std::byte* send_base = operations[round.lowest_send]->src;
   const std::byte* recv_base = operations[round.lowest_recv]->dst;
   for (const Operation* o : operations) round.messages.push_back(message_of(*o, send_base, recv_base));
@@ -141,7 +141,8 @@ Status ncclComm::run_last_round(std::span<const Operation> operations) {
 Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::exchange_round(
     const std::vector<const Operation*>& sends, const std::vector<const Operation*>& recvs,
     cudaStream_t stream) {
-  weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
+  weft::nccl::Table out = weft::nccl::table_of(sends, Function::kSend, size_);
+  weft::nccl::Table in = weft::nccl::table_of(recvs, Function::kRecv, size_);
   std::byte *const src = out.base, *const dst = in.base;
   WEFT_TRY_ASSIGN(const weft::CollectiveRunner::PlannedRun* planned,
                   plan_round(std::move(out.entries), std::move(in.entries)));

@@ -126,63 +126,33 @@ inline constexpr bool kDivides = false;
 template <>
 inline constexpr bool kDivides<Average> = true;
 
-// What a target may combine as whole vectors.
+// What combines a format's vectors as wholes, where the target has it; void: nothing does.
 template <class Format>
-inline constexpr bool kIsWhole = false;
-template <>
-inline constexpr bool kIsWhole<Brain> = kCombinesVectors;
-template <>
-inline constexpr bool kIsWhole<Half> = kCombinesVectors;
-template <>
-inline constexpr bool kIsWhole<Plain<float>> = kCombinesVectors;
-// What it does with them; for Format::load() and store() see above.
-template <class Format>
-struct Whole;
-template <>
-struct Whole<Brain> {
-  template <class Op>
-  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    return combine_bf16x8<Op>(a, b);
-  }
-  template <class Divisor>
-  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
-    return divide_bf16x8(sum, divisor);
-  }
+struct LanesOf {
+  using Type = void;
 };
+// clang-format off
+template <> struct LanesOf<Brain> { using Type = Bf16Lanes; };
+template <> struct LanesOf<Half> { using Type = F16Lanes; };
+template <> struct LanesOf<Plain<float>> { using Type = F32Lanes; };
+// clang-format on
+template <class Lanes>
+inline constexpr bool kIsWhole = kHasLanes;
 template <>
-struct Whole<Half> {
-  template <class Op>
-  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    return combine_f16x8<Op>(a, b);
-  }
-  template <class Divisor>
-  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
-    return divide_f16x8(sum, divisor);
-  }
-};
-template <>
-struct Whole<Plain<float>> {
-  template <class Op>
-  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    return combine_f32x4<Op>(a, b);
-  }
-  template <class Divisor>
-  WEFT_DEVICE static Vec16 divided(const Vec16& sum, Divisor divisor) {
-    return divide_f32x4(sum, divisor);
-  }
-};
+inline constexpr bool kIsWhole<void> = false;
 
 // Combines two vectors element by element.
 template <class Format, class Op>
 struct Combiner {
   static constexpr uint32_t kPerVec = 16 / sizeof(typename Format::Stored);
   static constexpr bool kIsAverage = kDivides<Op>;
+  using Lanes = typename LanesOf<Format>::Type;
   struct Elements {
     typename Format::Stored values[kPerVec];
   };
   WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    if constexpr (kIsWhole<Format>)
-      return Whole<Format>::template apply<Op>(a, b);
+    if constexpr (kIsWhole<Lanes>)
+      return combine_lanes<Lanes, Op>(a, b);
     else
       return apply_each(a, b);
   }
@@ -199,8 +169,8 @@ struct Combiner {
   WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
     if constexpr (!kDivides<Op>)
       return combined;
-    else if constexpr (kIsWhole<Format>)
-      return Whole<Format>::divided(combined, static_cast<float>(summands));
+    else if constexpr (kIsWhole<Lanes>)
+      return divide_lanes<Lanes>(combined, static_cast<float>(summands));
     else
       return finish_each(combined, summands);
   }

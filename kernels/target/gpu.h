@@ -36,19 +36,15 @@ WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, ui
   return false;
 }
 
-inline constexpr bool kCombinesVectors = false;  // so none of these is called
-template <class Op>
-WEFT_DEVICE Vec16 combine_bf16x8(const Vec16& a, const Vec16& b);
-template <class Op>
-WEFT_DEVICE Vec16 combine_f16x8(const Vec16& a, const Vec16& b);
-template <class Op>
-WEFT_DEVICE Vec16 combine_f32x4(const Vec16& a, const Vec16& b);
-template <class Divisor>
-WEFT_DEVICE Vec16 divide_bf16x8(const Vec16& vec, Divisor divisor);
-template <class Divisor>
-WEFT_DEVICE Vec16 divide_f16x8(const Vec16& vec, Divisor divisor);
-template <class Divisor>
-WEFT_DEVICE Vec16 divide_f32x4(const Vec16& vec, Divisor divisor);
+// Vectors of numbers that the host combines as wholes. GPUs have none, and call neither.
+struct Bf16Lanes;
+struct F16Lanes;
+struct F32Lanes;
+inline constexpr bool kHasLanes = false;
+template <class Lanes, class Op>
+WEFT_DEVICE Vec16 combine_lanes(const Vec16& a, const Vec16& b);
+template <class Lanes>
+WEFT_DEVICE Vec16 divide_lanes(const Vec16& vec, float divisor);
 
 WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;

@@ -47,12 +47,11 @@ struct KernelKey {
 
 struct Launch {
   uint32_t blocks = 1;
-  uint32_t threads_per_block = 1;  // on the host: warps per block, each one thread
-  uint32_t shared_bytes = 0;       // dynamic shared memory of each block
-  void* stream = nullptr;          // CUstream; ignored on the host
-  bool cooperative = false;        // all blocks run at once or the launch fails; on the host they always do
-  uint32_t blocks_per_cluster =
-      1;  // divides blocks; more than 1 where the device has clusters; ignored on the host
+  uint32_t threads_per_block = 1;   // on the host: warps per block, each one thread
+  uint32_t shared_bytes = 0;        // dynamic shared memory of each block
+  void* stream = nullptr;           // CUstream; ignored on the host
+  bool cooperative = false;         // all blocks run at once or the launch fails; on the host they always do
+  uint32_t blocks_per_cluster = 1;  // divides blocks; 1 where the device has no clusters; ignored on the host
 };
 
 // What the compiler used, for `weft info`, tests and the planner. All zero on the host.

@@ -24,6 +24,7 @@ LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limi
   if (sizes.grid_sms != 0) plan.blocks = std::min(plan.blocks, sizes.grid_sms);
   if (sizes.is_watched) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
   plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
+  // Blocks of large products go in clusters. Single blocks of a call on some SMs can leave none side by side for the last ones.
   if (sizes.grid_sms != 0 && limits.has_clusters && plan.blocks % 2 == 0) plan.blocks_per_cluster = 2;
   return plan;
 }

@@ -76,12 +76,12 @@ inline Word4 bf16_bits_of(Float4 values) {
 namespace detail {
 
 // Numbers of 16 bits, in the low halves of words, as float32 and back.
-struct Bf16Lanes {
+struct Bf16Number {
   static Float4 widened(Word4 bits) { return reinterpret_cast<Float4>(bits << 16); }
   static Word4 narrowed(Float4 values) { return bf16_bits_of(values); }
 };
 // As f16_to_float_portable() and float_to_f16_portable() do it. Signed, since x86 compares vectors of signed integers only.
-struct F16Lanes {
+struct F16Number {
   static Float4 widened(Word4 bits) {
     const Word4 magnitude = bits & 0x7fffu;
     const Word4 finite = reinterpret_cast<Word4>(reinterpret_cast<Float4>(magnitude << 13) * 0x1p112f);
@@ -118,18 +118,6 @@ Vec16 vec_of(const Vector& vector) {
   return vec;
 }
 
-// f of the eight numbers of each vector, of the low halves of its words and then of the high ones.
-template <class Lanes, class F, class... Vecs>
-[[gnu::always_inline]] inline Vec16 of_halves(F f, const Vecs&... vecs) {
-  const Word4 low = Lanes::narrowed(f(Lanes::widened(words_of(vecs) & 0xffffu)...));
-  const Word4 high = Lanes::narrowed(f(Lanes::widened(words_of(vecs) >> 16)...));
-  return vec_of(low | high << 16);
-}
-template <class F, class... Vecs>
-[[gnu::always_inline]] inline Vec16 of_floats(F f, const Vecs&... vecs) {
-  return vec_of(f(reinterpret_cast<Float4>(words_of(vecs))...));
-}
-
 template <class Op>
 struct Applied {
   Float4 operator()(Float4 a, Float4 b) const { return Op::apply(a, b); }
@@ -141,29 +129,35 @@ struct DividedBy {
 
 }  // namespace detail
 
-// Op of the numbers of two vectors, as one after the other gives it: 16 bits in float32, rounded to nearest, ties to even.
-// And numbers divided by another.
-inline constexpr bool kCombinesVectors = true;
-template <class Op>
-[[gnu::always_inline]] inline Vec16 combine_bf16x8(const Vec16& a, const Vec16& b) {
-  return detail::of_halves<detail::Bf16Lanes>(detail::Applied<Op>{}, a, b);
+// The numbers of a vector as float32: map() gives f of those of each vector, four at a time. Of 16 bits the low halves of the
+// words and the high ones, each result rounded to nearest, ties to even.
+template <class Number>
+struct HalfLanes {
+  template <class F, class... Vecs>
+  [[gnu::always_inline]] static Vec16 map(F f, const Vecs&... vecs) {
+    const detail::Word4 low = Number::narrowed(f(Number::widened(detail::words_of(vecs) & 0xffffu)...));
+    const detail::Word4 high = Number::narrowed(f(Number::widened(detail::words_of(vecs) >> 16)...));
+    return detail::vec_of(low | high << 16);
+  }
+};
+struct Bf16Lanes : HalfLanes<detail::Bf16Number> {};
+struct F16Lanes : HalfLanes<detail::F16Number> {};
+struct F32Lanes {
+  template <class F, class... Vecs>
+  [[gnu::always_inline]] static Vec16 map(F f, const Vecs&... vecs) {
+    return detail::vec_of(f(reinterpret_cast<detail::Float4>(detail::words_of(vecs))...));
+  }
+};
+
+// Op of the numbers of two vectors, and numbers divided by another, as one after the other gives it.
+inline constexpr bool kHasLanes = true;
+template <class Lanes, class Op>
+[[gnu::always_inline]] inline Vec16 combine_lanes(const Vec16& a, const Vec16& b) {
+  return Lanes::map(detail::Applied<Op>{}, a, b);
 }
-template <class Op>
-[[gnu::always_inline]] inline Vec16 combine_f16x8(const Vec16& a, const Vec16& b) {
-  return detail::of_halves<detail::F16Lanes>(detail::Applied<Op>{}, a, b);
-}
-template <class Op>
-[[gnu::always_inline]] inline Vec16 combine_f32x4(const Vec16& a, const Vec16& b) {
-  return detail::of_floats(detail::Applied<Op>{}, a, b);
-}
-[[gnu::always_inline]] inline Vec16 divide_bf16x8(const Vec16& vec, float divisor) {
-  return detail::of_halves<detail::Bf16Lanes>(detail::DividedBy{divisor}, vec);
-}
-[[gnu::always_inline]] inline Vec16 divide_f16x8(const Vec16& vec, float divisor) {
-  return detail::of_halves<detail::F16Lanes>(detail::DividedBy{divisor}, vec);
-}
-[[gnu::always_inline]] inline Vec16 divide_f32x4(const Vec16& vec, float divisor) {
-  return detail::of_floats(detail::DividedBy{divisor}, vec);
+template <class Lanes>
+[[gnu::always_inline]] inline Vec16 divide_lanes(const Vec16& vec, float divisor) {
+  return Lanes::map(detail::DividedBy{divisor}, vec);
 }
 
 }  // namespace weft

@@ -187,8 +187,8 @@ def _sms_of_cublas(number: int) -> Iterator[None]:
 
 
 def _shapes(bench: Bench) -> dict[str, tuple[int, int, int]]:
-    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120, 112 and 104 large tiles, each
-    of which takes an SM, and short ones."""
+    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120, 112 and 104 large tiles,
+    each of which takes an SM, and short ones."""
     o = bench.options
     if not bench.on_gpu:
         return {"square": (128, 128, 128)}

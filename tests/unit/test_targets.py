@@ -44,6 +44,7 @@ OWN = {
         "HostHelp",
         "HostThread",
         "WEFT_HOST_TARGET",
+        *("HalfLanes", "map", "combine_lanes", "divide_lanes"),  # element.cuh asks for them on the host alone
         "wait",
         "publish_streaming_stores",
         "copy_row_streaming",

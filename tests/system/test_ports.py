@@ -99,4 +99,4 @@ def test_bench_collective_measures_over_nodes(monkeypatch: pytest.MonkeyPatch, t
     assert ran.returncode == 0, ran.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert ["two_level" in row["algorithm"] for row in rows] == [True, False]
-    assert all(row["checked"] and row["baselines"]["gloo"] > 0 for row in rows)
+    assert all(row["checked"] and row["baselines"]["gloo"] > 0 and row["floor_us"] > 0 for row in rows)

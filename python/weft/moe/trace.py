@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft import _core
 from weft.errors import invalid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEADER = struct.Struct("<IIQ")
 _SPAN = struct.Struct("<QQHHHH")
@@ -54,6 +54,8 @@ def take_from(*contexts: Any) -> Trace:
         if log is None:
             raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
         if context.is_cuda:
+            import torch
+
             torch.cuda.synchronize(context.device)
         taken = take(log)
         spans += taken.spans

@@ -152,8 +152,8 @@ def run(args: argparse.Namespace) -> int:
     )
     report.note(
         "size: the full buffer; algbw = size / time; busbw as nccl-tests defines it; floor: on the CPU, "
-        "all ranks copying the bytes that the call makes each of them move; on GPUs, a bare exchange of this run, "
-        "two for all_reduce (weft bench floor)"
+        "all ranks copying the bytes that the call makes each of them move, those between nodes over raw sockets with "
+        "--provider tcp; on GPUs, a bare exchange of this run, two for all_reduce (weft bench floor)"
     )
     report.finish(args.json, args.plot)
     return 0

@@ -9,7 +9,6 @@ result is compared with an oracle. What calls outside of graphs cost is measured
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import os
@@ -23,8 +22,8 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.bench.collective.cases import Case, Cases, Given, Options
+from weft.bench.collective.floors import Floors, floors_of
 from weft.bench.eager import Eager, Times, add_times
-from weft.bench.exchange_floor import Floor
 from weft.bench.report import Row, slowest_rank
 from weft.collectives.calls import Collectives
 from weft.errors import Error
@@ -51,7 +50,7 @@ def measure(me: Rank, options: Options) -> list[Row]:
     comm = Communicator(me.group, device=device)
     collectives = Collectives(comm.core)
     window = Window(comm, 4 * options.max_bytes + (1 << 20)) if options.in_window else None
-    floors = _ExchangeFloors(me, comm, options)
+    floors = floors_of(me, comm, options)
     cases = Cases(me, collectives, baseline_group, device, options, window)
     sizes = []
     size = options.min_bytes
@@ -72,7 +71,7 @@ def _measure_one(
     me: Rank,
     cases: Cases,
     comm: Communicator,
-    floors: _ExchangeFloors,
+    floors: Floors,
     call: str,
     num_bytes: int,
     baseline: str,
@@ -99,8 +98,7 @@ def _measure_one(
     if len(times) > len(cases.given):
         baselines[baseline] = statistics.median(times.pop())
         baseline_times[baseline] = eager.pop()
-    is_cuda = options.device == "cuda"
-    floor_us = floors.us(call, num_bytes, me.size) if is_cuda else _copy_floor_us(call, num_bytes, me, comm)
+    floor_us = floors.us(call, num_bytes)
     rows = []
     for given, samples_us, is_checked, in_a_row in zip(cases.given, times, checked, eager, strict=True):
         row = Row(
@@ -230,47 +228,3 @@ def _bus_factor(call: str, ranks: int) -> float:
     if call in ("all_gather", "reduce_scatter", "all_to_all"):
         return (ranks - 1) / ranks
     return 1.0
-
-
-def _copy_floor_us(call: str, num_bytes: int, me: Rank, comm: Communicator) -> float | None:
-    """Return how long all ranks take, at the same time, to copy the bytes that the call makes each of them move.
-
-    A rank must read and write every byte of its result once; of all_reduce it reads its share of every rank's
-    input, and everyone's sums; reads and writes of memory are taken to cost alike.
-    """
-    n = me.size
-    copies = {"all_gather": 1.0, "all_to_all": 1.0, "all_reduce": ((2 * n - 1) / n + 1) / 2}.get(call)
-    copies = (1 + 1 / n) / 2 if call == "reduce_scatter" else copies
-    if copies is None:
-        return None
-    own = torch.ones(max(1, int(num_bytes * copies)), dtype=torch.uint8)
-    into = torch.zeros_like(own)
-    repeats = max(1, min(1000, (1 << 24) // own.numel()))
-    took = []
-    for _ in range(5):
-        comm.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            ctypes.memmove(into.data_ptr(), own.data_ptr(), own.numel())
-        took.append((time.perf_counter() - start) / repeats * 1e6)
-    gathered: list[Any] = [None] * n
-    dist.all_gather_object(gathered, sorted(took)[2], group=me.group)
-    return float(max(gathered))
-
-
-class _ExchangeFloors:
-    """Bare exchanges between the GPUs of this run, each measured once. Collective; None where ranks share a GPU."""
-
-    def __init__(self, me: Rank, comm: Communicator, options: Options) -> None:
-        self._known: dict[int, float] = {}
-        self._floor: Floor | None = None
-        if options.device == "cuda" and 1 < me.size <= torch.cuda.device_count():
-            self._floor = Floor(comm, options.max_bytes // me.size + 16, me.group)
-
-    def us(self, call: str, num_bytes: int, ranks: int) -> float | None:
-        """Return the least time of one exchange, of two for all_reduce."""
-        if self._floor is None or call not in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
-            return None
-        if num_bytes not in self._known:
-            self._known[num_bytes] = self._floor.best_us(num_bytes / ranks * (ranks - 1))
-        return self._known[num_bytes] * (2 if call == "all_reduce" else 1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +57,47 @@ def run_program(
             program.kill()
             raise
     return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+# An import of torch takes seconds, which processes forked after it do not need.
+_FORKS = """
+import json, os, sys, traceback
+import torch
+code, environments = json.loads(sys.argv[1])
+for name, given in environments.items():
+    child = os.fork()
+    if child == 0:
+        for number, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{kind}", os.O_CREAT | os.O_WRONLY, 0o600), number)
+        os.environ.update(given)
+        status = 0
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)
+    print(json.dumps([name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]), flush=True)
+"""
+
+
+def run_in_each(
+    environments: dict[str, dict[str, str]], code: str, folder: Path, more: dict[str, str]
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run ``code`` in a Python of its own for each environment, and return what each printed. torch is there already.
+
+    Raises: AssertionError if one does not run.
+    """
+    ran = run_program([*PYTHON, "-c", _FORKS, json.dumps([code, environments])], folder, more=more)
+    statuses = dict(json.loads(line) for line in ran.stdout.splitlines())
+    assert set(statuses) == set(environments), ran.stderr
+    return {
+        name: subprocess.CompletedProcess(
+            [code], status, *((folder / f"{name}.{kind}").read_text() for kind in ("out", "err"))
+        )
+        for name, status in statuses.items()
+    }
 
 
 def _descendants(pid: int) -> list[int]:

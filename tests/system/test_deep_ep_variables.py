@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from programs import PYTHON, run_program
+from programs import run_in_each
 
 from weft import deep_ep_path
 
+Programs = dict[str, CompletedProcess[str]]
 CASES = {
     "auto": ({"DEEP_EP_BACKEND": "auto"}, "info", "DEEP_EP_BACKEND=auto is what Weft does"),
     "nccl": (
@@ -39,16 +40,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_line_says_what_a_variable_comes_to(case: str, tmp_path: Path) -> None:
-    given, level, line = CASES[case]
-    more = {"PYTHONPATH": str(deep_ep_path.folder()), "WEFT_LOG": "info", **given}
-    ran = run_program([*PYTHON, "-c", "import deep_ep"], tmp_path, more=more)
-    assert ran.returncode == 0, ran.stderr
-    assert f"weft {level}: DeepEP's variables: {line}\n" in ran.stderr
-
-
-def test_without_them_nothing_is_said(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    given = {case: variables for case, (variables, _, _) in CASES.items()} | {"without": {}}
     more = {"PYTHONPATH": str(deep_ep_path.folder()), "WEFT_LOG": "info"}
-    ran = run_program([*PYTHON, "-c", "import deep_ep"], tmp_path, more=more)
-    assert "DeepEP's variables" not in ran.stderr
+    return run_in_each(given, "import deep_ep", tmp_path_factory.mktemp("variables"), more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_says_what_a_variable_comes_to(case: str, ran: Programs) -> None:
+    _, level, line = CASES[case]
+    assert ran[case].returncode == 0, ran[case].stderr
+    assert f"weft {level}: DeepEP's variables: {line}\n" in ran[case].stderr
+
+
+def test_without_them_nothing_is_said(ran: Programs) -> None:
+    assert ran["without"].returncode == 0
+    assert "DeepEP's variables" not in ran["without"].stderr

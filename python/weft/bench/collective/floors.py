@@ -16,9 +16,9 @@ import ctypes
 import select
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,6 +140,7 @@ class _SocketFloors:
         self._nodes, self._per_node = me.size // per_node, per_node
         self._measured = _Measured(me, comm)
         self._to, self._from = _ring(me, (me.rank + per_node) % me.size)
+        self._sender = ThreadPoolExecutor(1)
 
     def us(self, call: str, num_bytes: int) -> float | None:
         """Return the time of the better way: one thread for all of it, or another one that sends."""
@@ -154,17 +155,19 @@ class _SocketFloors:
             copy()
 
         def by_two_threads() -> None:
-            sender = threading.Thread(target=self._exchange, args=(out, b""))
-            sender.start()
+            sending = self._sender.submit(self._exchange, out, b"")
             self._exchange(b"", into)
             copy()
-            sender.join()
+            sending.result()
 
         repeats = _repeats(moved.sent + moved.copied)
         return min(self._measured.slowest_us(way, repeats) for way in (by_one_thread, by_two_threads))
 
     def _exchange(self, out: memoryview | bytes, into: memoryview | bytes) -> None:
-        """Send all of ``out`` to the next node and receive all of ``into`` from the one before."""
+        """Send all of ``out`` to the next node and receive all of ``into`` from the one before.
+
+        Raises: weft.Error when nothing has moved for a minute, or the rank before has closed its end.
+        """
         while out or into:
             is_idle = True
             with contextlib.suppress(BlockingIOError):
@@ -172,6 +175,10 @@ class _SocketFloors:
                 out, is_idle = out[sent:], is_idle and not sent
             with contextlib.suppress(BlockingIOError):
                 came = self._from.recv_into(into) if into else 0
+                if into and not came:
+                    raise Error(
+                        "bench collective: a rank closed the floor's socket in the middle of an exchange"
+                    )
                 into, is_idle = into[came:], is_idle and not came
             if not is_idle:
                 continue

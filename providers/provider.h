@@ -173,6 +173,10 @@ class Rail {
 
   // Fills at most `max` events and makes progress, also for peers' operations on our memory.
   virtual size_t poll(Event* events, size_t max) = 0;
+
+  // Sleeps until poll() is worth while, `most_ns` (less than a second) at most. What other threads poll meanwhile wakes nobody.
+  // False, and no sleep: the rail cannot tell, or has nothing under way. Threads: any.
+  virtual bool sleep(uint64_t most_ns) const { return false; }
 };
 
 struct RailOptions {

@@ -154,6 +154,9 @@ class Link {
   // Carries out a little of what kernels asked for, and takes in a little of what peers sent: threads of host
   // kernels call it while they wait. Never waits; true: something came of it. Threads: any.
   virtual bool help() { return false; }
+  // For threads whose help() is in vain: sleeps until more has come, for a fraction of a millisecond at most. False, and no sleep:
+  // awake, they would hear of it sooner. Threads: any.
+  virtual bool rest() { return false; }
 
   // ok while every peer is there: else who was lost, where, expected and seen. fault(): the same, but a peer that is
   // lost is none: what kernels asked for could not be handed over.

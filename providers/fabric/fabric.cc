@@ -247,6 +247,8 @@ class FabricRail : public Rail {
     return made;
   }
 
+  bool sleep(uint64_t most_ns) const override { return pages_ && pages_->sleep(most_ns); }
+
  private:
   struct Destination {
     uint64_t address = 0;

@@ -2,6 +2,7 @@
 #include "providers/fabric/page_streams.h"
 
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,10 +19,10 @@ namespace weft::provider {
 namespace {
 
 constexpr size_t kPartsPerCall = 256;  // each call hands the list to the kernel again
-// Calls of progress() before it looks at quiet sockets, which costs a system call. On a rail that is used for
-// other things it also waits for some time to pass.
+// While nothing is under way: a look at the sockets, which is a system call, in each call of progress(), then in each
+// eighth, after so many that found nothing. On a rail that is used for other things some time passes, too.
+constexpr uint32_t kEagerLooks = 64, kIdleLooks = 320;
 constexpr uint32_t kCallsPerLook = 8;
-constexpr uint32_t kIdleLooks = 256;
 constexpr auto kIdlePause = std::chrono::microseconds(100);
 constexpr size_t kStreamsMax = 4096;    // that strangers may open
 constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
@@ -31,11 +32,15 @@ constexpr int kAcceptsPerTurn = 16;
 constexpr size_t kUnprovenMax = 256;
 constexpr auto kUnprovenFor = std::chrono::seconds(5);
 constexpr uint32_t kClaimRefused = 2;
-constexpr uint64_t kListenerMark = UINT64_MAX;
-constexpr uint32_t kTurnsAfterFrame = 64;
+// What epoll says of: the listener, an outgoing stream by its place, an incoming one by its socket.
+constexpr uint64_t kListenerMark = UINT64_MAX, kOutgoingMark = uint64_t{1} << 32;
 
-bool must_wait() {
-  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+// Whether it is worth another try, and then when epoll says so.
+bool must_wait(bool& can) {
+  if (errno == EINTR) return true;
+  if (errno != EAGAIN && errno != EWOULDBLOCK) return false;
+  can = false;
+  return true;
 }
 
 int new_socket() {
@@ -80,9 +85,8 @@ Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface, std:
   if (::listen(streams->listener_, SOMAXCONN) != 0) return failed("listening");
   if (getsockname(streams->listener_, address, &length) != 0) return failed("asking for the port");
   streams->port_ = ntohs(self.sin_port);
-  streams->idle_ = epoll_create1(EPOLL_CLOEXEC);
-  epoll_event mark{EPOLLIN, {.u64 = kListenerMark}};
-  if (streams->idle_ < 0 || epoll_ctl(streams->idle_, EPOLL_CTL_ADD, streams->listener_, &mark) != 0)
+  streams->news_ = epoll_create1(EPOLL_CLOEXEC);
+  if (streams->news_ < 0 || !streams->watch(streams->listener_, EPOLLIN, kListenerMark))
     return failed("watching sockets");
   return streams;
 }
@@ -92,7 +96,12 @@ PageStreams::~PageStreams() {
     if (out.fd >= 0) ::close(out.fd);
   for (auto& [fd, in] : incoming_) ::close(fd);
   if (listener_ >= 0) ::close(listener_);
-  if (idle_ >= 0) ::close(idle_);
+  if (news_ >= 0) ::close(news_);
+}
+
+bool PageStreams::watch(int fd, uint32_t what, uint64_t mark) {
+  epoll_event event{what, {.u64 = mark}};
+  return epoll_ctl(news_, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 void PageStreams::allow(const Registration& registration, const Range& range, uint32_t access) {
@@ -165,7 +174,11 @@ bool PageStreams::connect(Outgoing& out) {
   out.fd = new_socket();
   if (out.fd < 0) return false;
   const auto* to = reinterpret_cast<const sockaddr*>(&out.to);
-  return ::connect(out.fd, to, sizeof out.to) == 0 || errno == EINPROGRESS;
+  if (::connect(out.fd, to, sizeof out.to) != 0 && errno != EINPROGRESS) return false;
+  const auto place = static_cast<uint64_t>(
+      std::ranges::find_if(outgoing_, [&](const Outgoing& each) { return &each == &out; }) -
+      outgoing_.begin());
+  return watch(out.fd, EPOLLIN | EPOLLOUT | EPOLLET, kOutgoingMark | place);
 }
 
 void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
@@ -189,6 +202,7 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
   Outgoing& out = outgoing_[stream];
   out.frames.push_back(std::move(frame));
   ++unanswered_;
+  is_moving_.store(true, std::memory_order_relaxed);
   if (out.fd < 0 && !connect(out))
     return fail(out, text("connecting: {}", std::strerror(errno)), true, failed_);
   send_frames(out, failed_);
@@ -197,6 +211,7 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
 void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events) {
   if (out.fd >= 0) ::close(out.fd);
   out.fd = -1;
+  out.can_read = out.can_write = false;
   for (const Frame& frame : out.frames) {
     Event& event = events.emplace_back();
     event.kind = EventKind::kFailed;
@@ -214,10 +229,10 @@ void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, st
 
 // Whether the other side has had its proof; without waiting.
 bool PageStreams::answer_challenge(Outgoing& out, std::deque<Event>& events) {
-  if (out.is_claimed) return true;
+  if (out.is_claimed || !out.can_read) return out.is_claimed;
   char* const at = reinterpret_cast<char*>(&out.challenge) + out.challenge_bytes;
   const ssize_t came = recv(out.fd, at, sizeof out.challenge - out.challenge_bytes, 0);
-  if (came < 0 && (must_wait() || errno == ENOTCONN)) return false;
+  if (came < 0 && must_wait(out.can_read)) return false;
   if (came <= 0) {
     fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
     return false;
@@ -238,21 +253,21 @@ bool PageStreams::answer_challenge(Outgoing& out, std::deque<Event>& events) {
 
 void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
   if (!answer_challenge(out, events)) return;
-  while (out.sent < out.frames.size()) {
+  while (out.can_write && out.sent < out.frames.size()) {
     Frame& frame = out.frames[out.sent];
     const msghdr message = message_of(frame.parts, frame.next);
     const ssize_t sent = sendmsg(out.fd, &message, MSG_NOSIGNAL);
-    if (sent < 0 && must_wait()) return;
+    if (sent < 0 && must_wait(out.can_write)) return;
     if (sent < 0) return fail(out, std::strerror(errno), true, events);
     if (advance(frame.parts, frame.next, static_cast<size_t>(sent))) ++out.sent;
   }
 }
 
 void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
-  while (out.is_claimed && !out.frames.empty()) {
+  while (out.is_claimed && out.can_read && !out.frames.empty()) {
     char* const at = reinterpret_cast<char*>(&out.reply) + out.reply_bytes;
     const ssize_t came = recv(out.fd, at, sizeof out.reply - out.reply_bytes, 0);
-    if (came < 0 && must_wait()) return;
+    if (came < 0 && must_wait(out.can_read)) return;
     if (came <= 0) return fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
     out.reply_bytes += static_cast<size_t>(came);
     if (out.reply_bytes < sizeof out.reply) continue;
@@ -301,8 +316,8 @@ void PageStreams::accept_all() {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
-    epoll_event mark{EPOLLIN, {.u64 = static_cast<uint64_t>(fd)}};
-    if (incoming_.size() >= kStreamsMax || epoll_ctl(idle_, EPOLL_CTL_ADD, fd, &mark) != 0) {
+    if (incoming_.size() >= kStreamsMax ||
+        !watch(fd, EPOLLIN | EPOLLOUT | EPOLLET, static_cast<uint64_t>(fd))) {
       ::close(fd);
       continue;
     }
@@ -353,7 +368,7 @@ PageStreams::Came PageStreams::receive_heads(Incoming& in) {
   in.heads.resize(in.heads_bytes);
   const ssize_t came = recv(in.fd, in.heads.data() + have, in.heads_bytes - have, 0);
   in.heads.resize(have + static_cast<size_t>(std::max<ssize_t>(came, 0)));
-  if (came < 0 && must_wait()) return Came::kNothing;
+  if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
   return came > 0 ? Came::kSome : Came::kEnd;
 }
 
@@ -387,7 +402,7 @@ PageStreams::Came PageStreams::receive_pages(Incoming& in) {
     came = recvmsg(in.fd, &message, 0);
     if (came > 0) advance(in.into, in.next, static_cast<size_t>(came));
   }
-  if (came < 0 && must_wait()) return Came::kNothing;
+  if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
   return came > 0 ? Came::kSome : Came::kEnd;
 }
 
@@ -401,15 +416,14 @@ bool PageStreams::end_frame(Incoming& in) {
   in.replies.insert(in.replies.end(), bytes, bytes + sizeof reply);
   in.heads.clear();
   in.heads_bytes = sizeof(FrameHead);
-  in.turns_left = in.is_refused ? 0 : kTurnsAfterFrame;
   in.is_refused = false;
   return send_replies(in);
 }
 
 bool PageStreams::send_replies(Incoming& in) {
-  if (in.replies.empty()) return true;
+  if (in.replies.empty() || !in.can_write) return true;
   const ssize_t sent = send(in.fd, in.replies.data(), in.replies.size(), MSG_NOSIGNAL);
-  if (sent < 0) return must_wait();
+  if (sent < 0) return must_wait(in.can_write);
   in.replies.erase(in.replies.begin(), in.replies.begin() + sent);
   return true;
 }
@@ -417,14 +431,11 @@ bool PageStreams::send_replies(Incoming& in) {
 // Takes what has come on one stream; false when the stream has ended or is not worth listening to.
 bool PageStreams::receive(Incoming& in) {
   if (!send_replies(in) || in.replies.size() > kRepliesKept) return false;
-  for (int calls = 0; calls < kCallsPerTurn; ++calls) {
+  for (int calls = 0; in.can_read && calls < kCallsPerTurn; ++calls) {
     const bool is_in_heads = in.heads.size() < in.heads_bytes;
     const Came came = is_in_heads ? receive_heads(in) : receive_pages(in);
-    if (came != Came::kSome) {
-      in.turns_left -= in.turns_left > 0 ? 1 : 0;
-      return came == Came::kNothing;
-    }
-    has_come_ = true;
+    if (came != Came::kSome) return came == Came::kNothing;
+    has_come_ = has_come_ || in.is_proven;
     if (is_in_heads) {
       if (in.heads.size() < in.heads_bytes) continue;
       if (!in.is_proven) {
@@ -447,6 +458,8 @@ bool PageStreams::receive(Incoming& in) {
 }
 
 bool PageStreams::is_time_to_look() {
+  if (is_moving_.load(std::memory_order_relaxed) || idle_looks_ < kEagerLooks) return true;
+  if (++quiet_calls_ % kCallsPerLook != 0) return false;
   if (idle_looks_ < kIdleLooks) return true;
   const auto now = std::chrono::steady_clock::now();
   if (now - looked_ < kIdlePause) return false;
@@ -454,47 +467,79 @@ bool PageStreams::is_time_to_look() {
   return true;
 }
 
+// Notes what the sockets have to say; whether somebody calls.
+bool PageStreams::look() {
+  bool has_callers = false;
+  epoll_event news[16];
+  const int count = epoll_wait(news_, news, 16, 0);
+  for (int i = 0; i < count; ++i) {
+    const uint64_t mark = news[i].data.u64;
+    const bool has_ended = (news[i].events & (EPOLLERR | EPOLLHUP)) != 0;
+    const bool can_read = has_ended || (news[i].events & EPOLLIN) != 0;
+    const bool can_write = has_ended || (news[i].events & EPOLLOUT) != 0;
+    if (mark == kListenerMark) {
+      has_callers = true;
+    } else if (mark & kOutgoingMark) {
+      Outgoing& out = outgoing_[mark & ~kOutgoingMark];
+      out.can_read = out.can_read || can_read;
+      out.can_write = out.can_write || can_write;
+    } else {
+      Incoming* const in = incoming_.at(static_cast<int>(mark)).get();
+      in->can_read = in->can_read || can_read;
+      in->can_write = in->can_write || can_write;
+      if (std::ranges::find(arriving_, in) == arriving_.end()) arriving_.push_back(in);
+    }
+  }
+  return has_callers;
+}
+
+void PageStreams::receive_all() {
+  std::vector<Incoming*> look;
+  look.swap(arriving_);
+  for (Incoming* in : look) {
+    const int fd = in->fd;
+    if (!receive(*in)) {
+      incoming_.erase(fd);
+      ::close(fd);
+    } else if (in->can_read || in->is_in_pages() || !in->replies.empty()) {
+      arriving_.push_back(in);
+    }
+  }
+}
+
 bool PageStreams::progress(std::deque<Event>& events) {
   has_come_ = false;
   for (; !failed_.empty(); failed_.pop_front()) events.push_back(std::move(failed_.front()));
+  const bool looks = is_time_to_look();
+  const bool has_callers = looks && look();
   if (unanswered_)
     for (Outgoing& out : outgoing_) {
       if (out.frames.empty()) continue;
       send_frames(out, events);
       take_replies(out, events);
     }
-  std::vector<Incoming*> look;
-  look.swap(arriving_);
-  bool has_callers = false;
-  if (++quiet_calls_ % kCallsPerLook == 0 && is_time_to_look()) {
-    epoll_event ready[16];
-    const int count = epoll_wait(idle_, ready, 16, 0);
-    idle_looks_ = count > 0 || unanswered_ ? 0 : idle_looks_ + 1;
-    for (int i = 0; i < count; ++i) {
-      if (ready[i].data.u64 == kListenerMark) {
-        has_callers = true;
-        continue;
-      }
-      Incoming* in = incoming_.at(static_cast<int>(ready[i].data.u64)).get();
-      if (std::find(look.begin(), look.end(), in) == look.end()) look.push_back(in);
-    }
-  }
-  for (Incoming* in : look) {
-    const int fd = in->fd;
-    if (!receive(*in)) {
-      incoming_.erase(fd);
-      ::close(fd);
-    } else if (in->is_busy()) {
-      arriving_.push_back(in);
-    }
-  }
+  receive_all();
   for (const uint32_t imm : std::exchange(imms_, {})) {
     events.emplace_back().kind = EventKind::kImm;
     events.back().imm = imm;
   }
   if (has_unproven_) drop_silent();
   if (has_callers) accept_all();
+  const bool is_moving = unanswered_ || !arriving_.empty();
+  is_moving_.store(is_moving, std::memory_order_relaxed);
+  if (is_moving || has_come_)
+    idle_looks_ = 0;
+  else if (looks)
+    ++idle_looks_;
   return has_come_;
+}
+
+bool PageStreams::sleep(uint64_t most_ns) const {
+  if (!is_moving_.load(std::memory_order_relaxed)) return false;
+  pollfd news{news_, POLLIN, 0};
+  const timespec most{0, static_cast<long>(most_ns)};
+  (void)ppoll(&news, 1, &most, nullptr);
+  return true;
 }
 
 }  // namespace weft::provider

@@ -15,9 +15,10 @@
 // knows the secret. Then frames: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver
 // answers every frame with one FrameReply, in order. A frame of which any page may not be written is refused
 // as a whole and skipped; so is the rest of one whose memory is forbidden while it comes. A stream that proves nothing for 5 s is closed.
-// Threads: one at a time.
+// Threads: one at a time, but for sleep().
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -88,6 +89,10 @@ class PageStreams {
   // ended: kDone when its pages are in place over there, and kImm for each immediate of a peer's frame. Returns whether anything of a peer's came in.
   bool progress(std::deque<Event>& events);
 
+  // Sleeps until a socket has something new, or room, or `most_ns` have passed. False, and no sleep, where nothing was under way in
+  // the last progress(). Threads: any, also while another is in progress(): what that one has found wakes nobody.
+  bool sleep(uint64_t most_ns) const;
+
  private:
   struct Region {
     char* data;
@@ -106,7 +111,8 @@ class PageStreams {
     sockaddr_in to{};
     int fd = -1;
     bool is_used = true;
-    bool is_claimed = false;  // the challenge was answered
+    bool can_read = false, can_write = false;  // by what epoll said, until the socket has refused
+    bool is_claimed = false;                   // the challenge was answered
     StreamChallenge challenge;
     size_t challenge_bytes = 0;
     std::deque<Frame> frames;  // not answered yet
@@ -116,6 +122,7 @@ class PageStreams {
   };
   struct Incoming {
     int fd = -1;
+    bool can_read = false, can_write = true;
     Nonce nonce{};  // of its challenge,
     std::chrono::steady_clock::time_point since{};
     bool is_proven = false;   // and whether it was answered
@@ -127,13 +134,10 @@ class PageStreams {
     bool writes_to(uint64_t rkey) const;
     void refuse_rest();
     bool is_refused = false;
-    uint32_t turns_left = 0;    // after a frame that was written: where one came, more come
     std::vector<char> replies;  // not taken by the kernel yet
-    // Worth a look at every turn: pages are coming that may be written. Whoever says less than that has to
-    // wait.
-    bool is_busy() const {
-      const bool has_heads = is_proven && heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
-      return (has_heads && !is_refused) || !replies.empty() || turns_left > 0;
+    // Pages are coming that may be written. For whoever says less than that, nobody looks at every turn.
+    bool is_in_pages() const {
+      return is_proven && heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes && !is_refused;
     }
   };
   enum class Came { kNothing, kSome, kEnd };
@@ -155,24 +159,28 @@ class PageStreams {
   bool send_replies(Incoming& in);
   char* place(const PageHead& page) const;
   bool is_time_to_look();
+  bool look();
+  void receive_all();
+  bool watch(int fd, uint32_t what, uint64_t mark);
 
   std::string secret_;
   uint64_t turned_away_ = 0;
   bool has_unproven_ = false;  // among the incoming streams
   int listener_ = -1;
-  int idle_ = -1;  // an epoll instance: which of the quiet sockets has something
+  int news_ = -1;  // an epoll instance, by edges: which socket has something new, or room
   uint16_t port_ = 0;
   uint32_t quiet_calls_ = 0;
-  uint32_t idle_looks_ = 0;  // at quiet sockets, that found nothing, in a row
+  uint32_t idle_looks_ = 0;  // in a row, that found nothing
   std::chrono::steady_clock::time_point looked_{};
   std::unordered_map<uint64_t, Region> regions_;  // by rkey
   std::deque<Outgoing> outgoing_;
   size_t unanswered_ = 0;  // frames of all outgoing streams
   std::unordered_map<int, std::unique_ptr<Incoming>> incoming_;
-  std::vector<Incoming*> arriving_;  // in the middle of a frame
-  std::deque<Event> failed_;         // outside of progress()
-  std::vector<uint32_t> imms_;       // that came, in this progress()
-  bool has_come_ = false;            // something, in this progress()
+  std::vector<Incoming*> arriving_;  // in the middle of a frame, or not read to the end
+  std::atomic<bool> is_moving_{false};
+  std::deque<Event> failed_;    // outside of progress()
+  std::vector<uint32_t> imms_;  // that came, in this progress()
+  bool has_come_ = false;       // something, in this progress()
 };
 
 }  // namespace weft::provider

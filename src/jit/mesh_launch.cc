@@ -18,7 +18,7 @@ constexpr int kLastRounds = 8;
 class Helping {
  public:
   explicit Helping(Link* ports) : ports_(ports), outer_(host_thread.help) {
-    if (ports) host_thread.help = {[](void* link) { return static_cast<Link*>(link)->help(); }, ports};
+    if (ports) host_thread.help = {&help_or_rest, ports};
   }
   ~Helping() {
     host_thread.help = outer_;
@@ -27,6 +27,11 @@ class Helping {
   Helping(const Helping&) = delete;
 
  private:
+  static bool help_or_rest(void* link) {
+    Link& ports = *static_cast<Link*>(link);
+    return ports.help() || ports.rest();
+  }
+
   Link* const ports_;
   const HostHelp outer_;
 };

@@ -344,6 +344,10 @@ void Engine::on_done(const std::shared_ptr<Transfer>& transfer, std::function<vo
 Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
   return transfer->maker_ == core_->serial ? core_->cancel(transfer) : transfer->phase();
 }
+bool Engine::sleep(uint64_t most_ns) const {
+  return core_->rails.size() == 1 && core_->rails[0].rail->sleep(most_ns);
+}
+
 void Engine::progress() {
   core_->progress();
 }

@@ -177,6 +177,9 @@ class Engine {
 
   // One round of posting and polling, if nobody else is at it. For engines without a worker.
   void progress();
+  // Sleeps until progress() is worth while, or `most_ns` (less than a second). False, and no sleep: the rails cannot tell. Where
+  // others call progress() meanwhile, it may sleep to its end.
+  bool sleep(uint64_t most_ns) const;
   // What is under way, one line per peer and transfer: for error reports.
   std::string dump() const;
   // Fails what is under way with kClosed, tells peers, stops the threads. Idempotent.

@@ -56,6 +56,8 @@ class JitterLink : public Link {
     return true;
   }
 
+  bool rest() override { return behind_->rest(); }
+
   Status status() override { return behind_->status(); }
   Status fault() override { return behind_->fault(); }
   void lose(int peer, const std::string& how) override { behind_->lose(peer, how); }

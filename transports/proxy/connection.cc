@@ -33,11 +33,14 @@ Shared shared_words(uint64_t ranks) {
   return at;
 }
 
+size_t cores_per_rank(size_t ranks) {
+  return std::max(1u, std::thread::hardware_concurrency()) / std::max<size_t>(1, ranks);
+}
+
 uint32_t proxy_count(size_t peers, size_t ranks) {
   if (peers == 0) return 1;
   if (config().proxies > 0) return static_cast<uint32_t>(std::min<int64_t>(config().proxies, 64));
-  const size_t spare = std::max(1u, std::thread::hardware_concurrency()) / std::max<size_t>(1, ranks);
-  return static_cast<uint32_t>(std::clamp<size_t>(spare, 1, 4));
+  return static_cast<uint32_t>(std::clamp<size_t>(cores_per_rank(ranks), 1, 4));
 }
 
 class ProxyLink : public Link {
@@ -147,6 +150,8 @@ class ProxyLink : public Link {
     return any;
   }
 
+  bool rest() override { return proxies_[0]->rest(); }
+
   Status status() override {
     WEFT_TRY(fault());
     std::lock_guard lock(mutex_);
@@ -204,6 +209,7 @@ class ProxyLink : public Link {
              std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
     traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
+    is_crowded_ = device.is_host() && proxies == 1 && cores_per_rank(ranks_on_host(group)) < 2;
     at_ = shared_words(static_cast<uint64_t>(ranks_));
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
     fault_ = shared_->at<FaultBox>(at_.fault_at);
@@ -310,8 +316,10 @@ class ProxyLink : public Link {
       idle_proxies_[static_cast<size_t>(rank) % idle_proxies_.size()]->add(std::move(queue));
     queues_.clear();
     proxies_ = std::move(idle_proxies_);
+    Proxy::Network network{[this] { progress(); }, nullptr};
+    if (is_crowded_) network.sleep = [this](uint64_t most_ns) { return engine_->sleep(most_ns); };
     for (const auto& proxy : proxies_)
-      proxy->start([this] { progress(); }, [this](const PeerQueue& queue) { note_loss(queue); });
+      proxy->start(network, [this](const PeerQueue& queue) { note_loss(queue); });
   }
 
   void progress() {
@@ -357,6 +365,7 @@ class ProxyLink : public Link {
   std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
   std::atomic<bool> has_gone_{false};
   bool is_finished_ = false;
+  bool is_crowded_ = false;  // fewer than two cores for each rank, and one proxy for all peers
   std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
   std::thread helper_;
   std::atomic<bool> stop_helper_{false};

@@ -14,7 +14,15 @@ constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of
 constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their turn
 constexpr uint32_t kTurn = 16;         // commands of one FIFO, before another has its turn
 constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, FIFOs wait
-constexpr unsigned kSpins = 64, kYields = 512;
+// Rounds in vain before its own thread yields, and before it naps; of the latter so many count as had after others helped. On a host with fewer than two cores for each rank, rounds in
+// vain take time from those who copy; there, who helps rests after so many, for so long at most.
+struct Patience {
+  unsigned spins, yields, after_help;
+};
+constexpr Patience kPatient{64, 512, 0}, kCrowded{2, 8, 8};
+constexpr uint32_t kRoundsInVain = 8;
+constexpr uint64_t kRest_ns = 200'000;
+constexpr int kQuietPerNap = 16;
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
 // programs compute between two calls.
@@ -84,8 +92,8 @@ Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
   return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host()));
 }
 
-void Proxy::start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost) {
-  progress_ = std::move(progress);
+void Proxy::start(Network network, std::function<void(const PeerQueue&)> on_lost) {
+  network_ = std::move(network);
   on_lost_ = std::move(on_lost);
   reported_.assign(queues_.size(), false);
   for (const std::unique_ptr<PeerQueue>& queue : queues_) {
@@ -113,34 +121,43 @@ void Proxy::stop() {
 }
 
 void Proxy::run() {
+  const Patience patience = network_.sleep ? kCrowded : kPatient;
   unsigned idle = 0;
   uint64_t helped = 0;
   Deadline::Clock::time_point idle_since{};
   while (!stopping_.load(std::memory_order_acquire)) {
     if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
       helped = now;
-      idle = 0;
+      idle = patience.after_help;
       std::this_thread::sleep_for(is_calm() ? kCalmNap : kNap);
       continue;
     }
+    if (resting_.load(std::memory_order_relaxed) > 0) std::this_thread::sleep_for(kNap);
     bool any = false;
     if (try_turn(any) && any) {
       idle = 0;
       continue;
     }
-    if (++idle <= kSpins) continue;
-    if (idle <= kYields) {
+    if (++idle <= patience.spins) continue;
+    if (idle <= patience.yields) {
       sched_yield();
       continue;
     }
     const auto now = Deadline::Clock::now();
-    if (idle == kYields + 1) idle_since = now;
-    const std::chrono::duration<double> quiet = now - idle_since;
+    if (idle == patience.yields + 1) idle_since = now;
+    const Nap quiet = now - idle_since;
     if (!is_host_ && quiet < kAwakeForGpu)
       sched_yield();
     else
-      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
+      std::this_thread::sleep_for(nap_after(quiet));
   }
+}
+
+// Kernels of the host that wait for something help. So what comes to nobody's help may be late by a part of the time for
+// which nothing came.
+Proxy::Nap Proxy::nap_after(Nap quiet) const {
+  if (quiet.count() > config().proxy_idle_s) return kIdleNap;
+  return is_host_ ? std::clamp<Nap>(quiet / kQuietPerNap, kNap, kIdleNap) : Nap(kNap);
 }
 
 // Whether who helps can do without this thread for a while: only signals and small puts went to and fro since the last
@@ -155,7 +172,19 @@ bool Proxy::help() {
   bool any = false;
   if (!try_turn(any)) return false;
   helped_.fetch_add(1, std::memory_order_relaxed);
+  if (any)
+    in_vain_.store(0, std::memory_order_relaxed);
+  else
+    in_vain_.fetch_add(1, std::memory_order_relaxed);
   return any;
+}
+
+bool Proxy::rest() {
+  if (!network_.sleep || in_vain_.load(std::memory_order_relaxed) < kRoundsInVain) return false;
+  resting_.fetch_add(1, std::memory_order_relaxed);
+  const bool slept = network_.sleep(kRest_ns);
+  resting_.fetch_sub(1, std::memory_order_relaxed);
+  return slept;
 }
 
 // False: another thread is at it.
@@ -172,7 +201,7 @@ bool Proxy::turn() {
   // Before the network is looked at, which takes a system call or two on some.
   if (any)
     for (const std::unique_ptr<PeerQueue>& queue : queues_) queue->send_taken();
-  progress_();
+  network_.progress();
   bool is_quiet = !any;
   bool is_done = !any && is_finishing_.load(std::memory_order_acquire);
   uint64_t data_writes = 0;

@@ -11,6 +11,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -64,10 +65,18 @@ class Proxy {
 
   const Fifo& fifo(uint32_t i) const { return fifos_->fifo(i); }
   void add(std::unique_ptr<PeerQueue> queue) { queues_.push_back(std::move(queue)); }
-  // `progress` moves the network; `on_lost` is called once for each peer that is lost.
-  void start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost);
+  // What moves the network, and what sleeps until that is worth while, so many ns at most. Null, where there are cores enough:
+  // whoever waits stays awake.
+  struct Network {
+    std::function<void()> progress;
+    std::function<bool(uint64_t most_ns)> sleep;
+  };
+  // `on_lost` is called once for each peer that is lost.
+  void start(Network network, std::function<void(const PeerQueue&)> on_lost);
   // One round of its work, unless another thread is at it; whether anything came of it. Threads: any.
   bool help();
+  // Sleeps until the network has more, after several rounds of help() in vain; whether it did. Threads: any.
+  bool rest();
   // Until nothing is queued or under way, or `until`: what was asked for before has read its sources. Threads: any.
   void drain(Deadline until) const;
   // Until everything taken so far is with the peers, or `until`; then the thread ends. Threads: any.
@@ -80,6 +89,8 @@ class Proxy {
   bool turn();
   bool try_turn(bool& any);
   bool is_calm();
+  using Nap = std::chrono::duration<double>;
+  Nap nap_after(Nap quiet) const;
   bool take_commands();
   PeerQueue* queue_to(uint32_t rank);
 
@@ -88,11 +99,13 @@ class Proxy {
   std::vector<std::unique_ptr<PeerQueue>> queues_;
   std::vector<bool> reported_;  // of a queue that lost its peer
   std::vector<PeerQueue*> by_rank_;
-  std::function<void()> progress_;
+  Network network_;
   std::function<void(const PeerQueue&)> on_lost_;
   std::thread thread_;
   std::atomic<bool> is_turning_{false};  // somebody does the work
   std::atomic<uint64_t> helped_{0};      // rounds by others
+  std::atomic<uint32_t> in_vain_{0};     // of them, since something came
+  std::atomic<uint32_t> resting_{0};     // threads in rest()
   std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
   std::atomic<uint64_t> quiet_turns_{0};  // that found nothing queued and nothing under way
   std::atomic<uint64_t> data_writes_{0};  // of all queues

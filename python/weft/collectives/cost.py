@@ -46,8 +46,11 @@ class Machine:
         return self.per_node > 0 and rank // self.per_node != peer // self.per_node
 
 
-# Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`.
-CPU = Machine("cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True)
+# Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`; port_step_us
+# to all_to_all in 1, 2 and 8 instances over 2 x 2 ranks and tcp (docs/decisions/0075).
+CPU = Machine(
+    "cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True, port_step_us=60.0
+)
 # Of programs, whose messages go through slots: a block moves 9 GB/s (send_recv and broadcast of 32 MiB on 2 H100,
 # bench/results/h100-x2-nccl-tests.json). Exchanges have costs of their own below.
 NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 9.0, 60.0, 2.0, 1.0, step_us=3.0)
@@ -177,7 +180,8 @@ def _pieces(
     direct = _NOTHING_DIRECT
     if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
         direct = direct_messages(algorithm)
-    return chunk, min(chunk, _REFERRED_SLICE_BYTES if direct.refers_only else slice_bytes), direct
+    has_long_messages = direct.refers_only and not machine.per_node  # over ports a message must fit its slot
+    return chunk, min(chunk, _REFERRED_SLICE_BYTES if has_long_messages else slice_bytes), direct
 
 
 def _last_us(events: list[Event]) -> float:

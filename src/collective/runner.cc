@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "base/config.h"
@@ -20,6 +21,9 @@ namespace {
 // Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
+// Where ports take loans, messages that go from user to user should be long, and their slots, where those wait that cannot, stay
+// untouched mostly. So much for the slots of all rings.
+constexpr uint64_t kLendingSlotBytes = 1 << 20, kLendingRingBytes = 128 << 20;
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
 // A message of this size is worth a system call, or a look into the peer's window, instead of two copies.
@@ -62,6 +66,13 @@ bool adds(const ProgramStep& step) {
   return !only_moves || step.ends_sum != 0;
 }
 
+uint64_t host_simple_slot_bytes(const Communicator& comm, uint32_t channels) {
+  const Link* ports = comm.port_link();
+  if (!ports || !ports->lends()) return kHostSlotBytes[0];
+  const uint64_t slots = uint64_t{static_cast<uint32_t>(comm.size())} * channels * kRingSlots;
+  return std::clamp(std::bit_floor(kLendingRingBytes / slots), kHostSlotBytes[0], kLendingSlotBytes);
+}
+
 }  // namespace
 
 CollectiveRunner::CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
@@ -81,9 +92,10 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const bool is_host = comm->device().is_host();
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     const uint64_t given = protocol == 0 ? options.simple_slot_bytes : options.ll_slot_bytes;
-    wanted.slot_bytes[protocol] = given     ? given
-                                  : is_host ? kHostSlotBytes[protocol]
-                                            : kCudaSlotBytes[protocol];
+    wanted.slot_bytes[protocol] = given                      ? given
+                                  : is_host && protocol == 0 ? host_simple_slot_bytes(*comm, options.channels)
+                                  : is_host                  ? kHostSlotBytes[protocol]
+                                                             : kCudaSlotBytes[protocol];
   }
   wanted.exchange_blocks = !options.has_exchanges || wanted.has_ports ? 0
                            : is_host                                  ? kHostExchangeBlocks
@@ -162,10 +174,11 @@ Status CollectiveRunner::probe_process_reads() {
 }
 
 // The most that a message may have, or 0 for what its slot holds. From what all ranks know alike.
-uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol) const {
-  const bool is_free = program.refers_only && all_read_all_ && protocol == Protocol::kSimple &&
-                       direct_bytes_ <= rings_.slot_bytes[0];
-  return is_free ? kHostMessageBytes : 0;
+uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol, bool has_sizes) const {
+  if (protocol != Protocol::kSimple || !comm_->device().is_host()) return 0;
+  const bool only_refers = program.refers_only && !has_sizes && direct_bytes_ <= rings_.slot_bytes[0];
+  if (only_refers) return all_read_all_ ? kHostMessageBytes : 0;
+  return std::min(rings_.slot_bytes[0], kHostSlotBytes[0]);
 }
 
 // Brings the table of windows up to date, which a captured graph must not need.

@@ -190,7 +190,7 @@ class CollectiveRunner {
   void count_sent(const std::vector<Share>& bytes);
   Status check(const ProgramText& text) const;
   Status probe_process_reads();
-  uint64_t message_bytes(const Program& program, Protocol protocol) const;
+  uint64_t message_bytes(const Program& program, Protocol protocol, bool has_sizes) const;
   Result<DirectRule> direct_rule();
   Communicator::WindowPlace find_place(const std::byte* memory) const;
   void place(BufferLayout& layout, bool is_stored_to) const;

@@ -87,7 +87,7 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
   ProgramArgs& args = planned.args;
   const ProgramPlan plan =
       plan_program({part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
-                    has_sizes ? 0 : message_bytes(program, call.protocol)},
+                    message_bytes(program, call.protocol, has_sizes)},
                    call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;

@@ -47,7 +47,7 @@ class Machine:
 
 
 # Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`; port_step_us
-# to all_to_all in 1, 2 and 8 instances over 2 x 2 ranks and tcp (docs/decisions/0075).
+# to all_to_all of 64 KiB to 4 MiB over 2 x 2 ranks and tcp (docs/decisions/0075).
 CPU = Machine(
     "cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True, port_step_us=60.0
 )
@@ -180,7 +180,7 @@ def _pieces(
     direct = _NOTHING_DIRECT
     if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
         direct = direct_messages(algorithm)
-    has_long_messages = direct.refers_only and not machine.per_node  # over ports a message must fit its slot
+    has_long_messages = direct.refers_only and not machine.per_node  # over ports messages fit slots
     return chunk, min(chunk, _REFERRED_SLICE_BYTES if has_long_messages else slice_bytes), direct
 
 

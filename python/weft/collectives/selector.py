@@ -142,7 +142,7 @@ class Selector:
         best: tuple[float, Choice] | None = None
         predicted: list[tuple[float, str]] = []
         for variant in candidates(collective, self.ranks, self._per_node):
-            reason = self._unpredicted(variant)
+            reason = self._unpredicted(variant, collective in ("alltoall", "alltoallv"))
             if reason is not None:
                 reasons.append(f"{variant.label()}: {reason}")
                 continue
@@ -161,13 +161,15 @@ class Selector:
         reasons += [f"{label}: slower, predicted {us:.1f} us" for us, label in sorted(predicted)[1:]]
         return best[1] if best else None
 
-    def _unpredicted(self, variant: Variant) -> str | None:
+    def _unpredicted(self, variant: Variant, is_all_to_all: bool) -> str | None:
         if variant.mode not in self._modes:
             return f"mode {variant.mode} is not served here"
         if variant.mode == COMPILED:
             return "compiled programs are used where they were measured"
         if self.machine.per_node and (variant.mode == EXCHANGE or variant.protocol != "Simple"):
             return "messages between nodes are of protocol Simple"
+        if self.machine.per_node and self.machine.one_thread and is_all_to_all and variant.instances > 1:
+            return "a CPU rank has one thread, and instances only make messages between nodes shorter"
         if variant.mode == EXCHANGE and self.machine.one_thread:
             return "many threads share an exchange, and a CPU rank has one"
         return None

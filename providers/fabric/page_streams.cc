@@ -14,56 +14,24 @@
 #include <utility>
 
 #include "base/log.h"
+#include "providers/fabric/page_streams_parts.h"
 
 namespace weft::provider {
 namespace {
 
-constexpr size_t kPartsPerCall = 256;  // each call hands the list to the kernel again
 // While nothing is under way: a look at the sockets, which is a system call, in each call of progress(), then in each
 // eighth, after so many that found nothing. On a rail that is used for other things some time passes, too.
 constexpr uint32_t kEagerLooks = 64, kIdleLooks = 320;
 constexpr uint32_t kCallsPerLook = 8;
 constexpr auto kIdlePause = std::chrono::microseconds(100);
-constexpr size_t kStreamsMax = 4096;    // that strangers may open
-constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
-constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
-constexpr uint64_t kSkippedAtOnce = 65536;
-constexpr int kAcceptsPerTurn = 16;
-constexpr size_t kUnprovenMax = 256;
-constexpr auto kUnprovenFor = std::chrono::seconds(5);
-constexpr uint32_t kClaimRefused = 2;
 // What epoll says of: the listener, an outgoing stream by its place, an incoming one by its socket.
 constexpr uint64_t kListenerMark = UINT64_MAX, kOutgoingMark = uint64_t{1} << 32;
-
-// Whether it is worth another try, and then when epoll says so.
-bool must_wait(bool& can) {
-  if (errno == EINTR) return true;
-  if (errno != EAGAIN && errno != EWOULDBLOCK) return false;
-  can = false;
-  return true;
-}
 
 int new_socket() {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   const int one = 1;
   if (fd >= 0) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   return fd;
-}
-
-// Drops what has moved from the front of a list; true when nothing is left.
-bool advance(std::vector<iovec>& parts, size_t& next, size_t bytes) {
-  while (next < parts.size() && bytes >= parts[next].iov_len) bytes -= parts[next++].iov_len;
-  if (next == parts.size()) return true;
-  parts[next].iov_base = static_cast<char*>(parts[next].iov_base) + bytes;
-  parts[next].iov_len -= bytes;
-  return false;
-}
-
-msghdr message_of(std::vector<iovec>& parts, size_t next) {
-  msghdr message{};
-  message.msg_iov = &parts[next];
-  message.msg_iovlen = std::min(parts.size() - next, kPartsPerCall);
-  return message;
 }
 
 }  // namespace
@@ -287,176 +255,6 @@ void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
   }
 }
 
-// ---- receiving
-
-// Who has connected and proven nothing for long; of too many also the one that has had the longest time.
-void PageStreams::drop_silent() {
-  const auto now = std::chrono::steady_clock::now();
-  Incoming* oldest = nullptr;
-  size_t unproven = 0;
-  for (auto at = incoming_.begin(); at != incoming_.end();) {
-    Incoming& in = *at->second;
-    if (!in.is_proven && now - in.since > kUnprovenFor) {
-      ::close(in.fd);
-      at = incoming_.erase(at);
-      continue;
-    }
-    unproven += !in.is_proven;
-    if (!in.is_proven && (!oldest || in.since < oldest->since)) oldest = &in;
-    ++at;
-  }
-  has_unproven_ = unproven > 0;
-  if (unproven < kUnprovenMax) return;
-  const int fd = oldest->fd;
-  incoming_.erase(fd);
-  ::close(fd);
-}
-
-void PageStreams::accept_all() {
-  for (int i = 0; i < kAcceptsPerTurn; ++i) {
-    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
-    if (incoming_.size() >= kStreamsMax ||
-        !watch(fd, EPOLLIN | EPOLLOUT | EPOLLET, static_cast<uint64_t>(fd))) {
-      ::close(fd);
-      continue;
-    }
-    const int one = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    auto in = std::make_unique<Incoming>();
-    in->fd = fd;
-    in->nonce = random_nonce();
-    in->since = std::chrono::steady_clock::now();
-    StreamChallenge challenge;
-    challenge.nonce = in->nonce;
-    (void)!send(fd, &challenge, sizeof challenge, MSG_NOSIGNAL);
-    incoming_[fd] = std::move(in);
-    drop_silent();
-  }
-}
-
-// Once the claim is there; false for one that proves nothing, which is told so.
-bool PageStreams::check_claim(Incoming& in) {
-  StreamClaim claim;
-  std::memcpy(&claim, in.heads.data(), sizeof claim);
-  in.is_proven = std::memcmp(claim.tag, StreamClaim().tag, sizeof claim.tag) == 0 &&
-                 is_same(claim.proof, prove(secret_, "pages", {bytes_of(in.nonce)}));
-  in.heads.clear();
-  in.heads_bytes = sizeof(FrameHead);
-  if (in.is_proven) return true;
-  if (std::has_single_bit(++turned_away_))
-    log_warn("fabric: a stream of pages is refused: its sender does not know the job's secret ({} so far)",
-             turned_away_);
-  FrameReply reply;
-  reply.is_refused = kClaimRefused;
-  (void)!send(in.fd, &reply, sizeof reply, MSG_NOSIGNAL);
-  return false;
-}
-
-// Where a page goes; null when the peer may not write there.
-char* PageStreams::place(const PageHead& page) const {
-  const auto found = regions_.find(page.rkey);
-  if (found == regions_.end() || !found->second.is_writable || page.remote < found->second.base)
-    return nullptr;
-  const uint64_t offset = page.remote - found->second.base;
-  const bool is_inside = offset <= found->second.bytes && page.bytes <= found->second.bytes - offset;
-  return is_inside ? found->second.data + offset : nullptr;
-}
-
-PageStreams::Came PageStreams::receive_heads(Incoming& in) {
-  const size_t have = in.heads.size();
-  in.heads.resize(in.heads_bytes);
-  const ssize_t came = recv(in.fd, in.heads.data() + have, in.heads_bytes - have, 0);
-  in.heads.resize(have + static_cast<size_t>(std::max<ssize_t>(came, 0)));
-  if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
-  return came > 0 ? Came::kSome : Came::kEnd;
-}
-
-// Once all heads are there; false for what is no frame.
-bool PageStreams::begin_pages(Incoming& in) {
-  in.into.clear();
-  in.next = 0;
-  uint64_t bytes = 0;
-  for (size_t at = sizeof(FrameHead); at < in.heads_bytes; at += sizeof(PageHead)) {
-    PageHead page;
-    std::memcpy(&page, in.heads.data() + at, sizeof page);
-    char* const to = place(page);
-    in.is_refused = in.is_refused || !to;
-    if (to && page.bytes) in.into.push_back({to, page.bytes});
-    if (__builtin_add_overflow(bytes, page.bytes, &bytes)) return false;
-  }
-  if (!in.is_refused) return true;
-  in.into.clear();
-  in.skip_bytes = bytes;
-  return true;
-}
-
-PageStreams::Came PageStreams::receive_pages(Incoming& in) {
-  char skipped[kSkippedAtOnce];
-  ssize_t came = 0;
-  if (in.skip_bytes) {
-    came = recv(in.fd, skipped, std::min(in.skip_bytes, kSkippedAtOnce), 0);
-    if (came > 0) in.skip_bytes -= static_cast<uint64_t>(came);
-  } else {
-    msghdr message = message_of(in.into, in.next);
-    came = recvmsg(in.fd, &message, 0);
-    if (came > 0) advance(in.into, in.next, static_cast<size_t>(came));
-  }
-  if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
-  return came > 0 ? Came::kSome : Came::kEnd;
-}
-
-bool PageStreams::end_frame(Incoming& in) {
-  FrameHead head;
-  std::memcpy(&head, in.heads.data(), sizeof head);
-  if (head.has_imm && !in.is_refused) imms_.push_back(head.imm);
-  FrameReply reply;
-  reply.is_refused = in.is_refused;
-  const char* bytes = reinterpret_cast<const char*>(&reply);
-  in.replies.insert(in.replies.end(), bytes, bytes + sizeof reply);
-  in.heads.clear();
-  in.heads_bytes = sizeof(FrameHead);
-  in.is_refused = false;
-  return send_replies(in);
-}
-
-bool PageStreams::send_replies(Incoming& in) {
-  if (in.replies.empty() || !in.can_write) return true;
-  const ssize_t sent = send(in.fd, in.replies.data(), in.replies.size(), MSG_NOSIGNAL);
-  if (sent < 0) return must_wait(in.can_write);
-  in.replies.erase(in.replies.begin(), in.replies.begin() + sent);
-  return true;
-}
-
-// Takes what has come on one stream; false when the stream has ended or is not worth listening to.
-bool PageStreams::receive(Incoming& in) {
-  if (!send_replies(in) || in.replies.size() > kRepliesKept) return false;
-  for (int calls = 0; in.can_read && calls < kCallsPerTurn; ++calls) {
-    const bool is_in_heads = in.heads.size() < in.heads_bytes;
-    const Came came = is_in_heads ? receive_heads(in) : receive_pages(in);
-    if (came != Came::kSome) return came == Came::kNothing;
-    has_come_ = has_come_ || in.is_proven;
-    if (is_in_heads) {
-      if (in.heads.size() < in.heads_bytes) continue;
-      if (!in.is_proven) {
-        if (!check_claim(in)) return false;
-        continue;
-      }
-      if (in.heads_bytes == sizeof(FrameHead)) {
-        FrameHead head;
-        std::memcpy(&head, in.heads.data(), sizeof head);
-        const bool is_head = std::memcmp(head.tag, FrameHead().tag, sizeof head.tag) == 0;
-        if (!is_head || head.pages == 0 || head.pages > kPagesPerFrame) return false;
-        in.heads_bytes += head.pages * sizeof(PageHead);
-        continue;
-      }
-      if (!begin_pages(in)) return false;
-    }
-    if (in.next == in.into.size() && in.skip_bytes == 0 && !end_frame(in)) return false;
-  }
-  return true;
-}
-
 bool PageStreams::is_time_to_look() {
   if (is_moving_.load(std::memory_order_relaxed) || idle_looks_ < kEagerLooks) return true;
   if (++quiet_calls_ % kCallsPerLook != 0) return false;
@@ -491,20 +289,6 @@ bool PageStreams::look() {
     }
   }
   return has_callers;
-}
-
-void PageStreams::receive_all() {
-  std::vector<Incoming*> look;
-  look.swap(arriving_);
-  for (Incoming* in : look) {
-    const int fd = in->fd;
-    if (!receive(*in)) {
-      incoming_.erase(fd);
-      ::close(fd);
-    } else if (in->can_read || in->is_in_pages() || !in->replies.empty()) {
-      arriving_.push_back(in);
-    }
-  }
 }
 
 bool PageStreams::progress(std::deque<Event>& events) {

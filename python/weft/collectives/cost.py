@@ -46,8 +46,8 @@ class Machine:
         return self.per_node > 0 and rank // self.per_node != peer // self.per_node
 
 
-# Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`; port_step_us
-# to all_to_all of 64 KiB to 4 MiB over 2 x 2 ranks and tcp (docs/decisions/0075).
+# Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`;
+# port_step_us to all_to_all of 64 KiB to 4 MiB over 2 x 2 ranks and tcp (docs/decisions/0075).
 CPU = Machine(
     "cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True, port_step_us=60.0
 )

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -19,8 +18,8 @@
 namespace weft::provider {
 namespace {
 
-// While nothing is under way: a look at the sockets, which is a system call, in each call of progress(), then in each
-// eighth, after so many that found nothing. On a rail that is used for other things some time passes, too.
+// While nothing is under way, progress() looks at the sockets, a system call, in each call; after kEagerLooks in vain in each
+// eighth, and after kIdleLooks only once kIdlePause has passed, too.
 constexpr uint32_t kEagerLooks = 64, kIdleLooks = 320;
 constexpr uint32_t kCallsPerLook = 8;
 constexpr auto kIdlePause = std::chrono::microseconds(100);
@@ -138,15 +137,13 @@ void PageStreams::close(size_t stream) {
   outgoing_[stream].is_used = false;
 }
 
-bool PageStreams::connect(Outgoing& out) {
+bool PageStreams::connect(size_t stream) {
+  Outgoing& out = outgoing_[stream];
   out.fd = new_socket();
   if (out.fd < 0) return false;
   const auto* to = reinterpret_cast<const sockaddr*>(&out.to);
   if (::connect(out.fd, to, sizeof out.to) != 0 && errno != EINPROGRESS) return false;
-  const auto place = static_cast<uint64_t>(
-      std::ranges::find_if(outgoing_, [&](const Outgoing& each) { return &each == &out; }) -
-      outgoing_.begin());
-  return watch(out.fd, EPOLLIN | EPOLLOUT | EPOLLET, kOutgoingMark | place);
+  return watch(out.fd, EPOLLIN | EPOLLOUT | EPOLLET, kOutgoingMark | stream);
 }
 
 void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
@@ -171,7 +168,7 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
   out.frames.push_back(std::move(frame));
   ++unanswered_;
   is_moving_.store(true, std::memory_order_relaxed);
-  if (out.fd < 0 && !connect(out))
+  if (out.fd < 0 && !connect(stream))
     return fail(out, text("connecting: {}", std::strerror(errno)), true, failed_);
   send_frames(out, failed_);
 }

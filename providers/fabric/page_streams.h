@@ -143,7 +143,7 @@ class PageStreams {
   enum class Came { kNothing, kSome, kEnd };
 
   PageStreams() = default;
-  bool connect(Outgoing& out);
+  bool connect(size_t stream);
   void fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events);
   void send_frames(Outgoing& out, std::deque<Event>& events);
   void take_replies(Outgoing& out, std::deque<Event>& events);
@@ -176,11 +176,11 @@ class PageStreams {
   std::deque<Outgoing> outgoing_;
   size_t unanswered_ = 0;  // frames of all outgoing streams
   std::unordered_map<int, std::unique_ptr<Incoming>> incoming_;
-  std::vector<Incoming*> arriving_;  // in the middle of a frame, or not read to the end
-  std::atomic<bool> is_moving_{false};
-  std::deque<Event> failed_;    // outside of progress()
-  std::vector<uint32_t> imms_;  // that came, in this progress()
-  bool has_come_ = false;       // something, in this progress()
+  std::vector<Incoming*> arriving_;     // in the middle of a frame, or not read to the end
+  std::atomic<bool> is_moving_{false};  // frames of either direction are under way
+  std::deque<Event> failed_;            // outside of progress()
+  std::vector<uint32_t> imms_;          // that came, in this progress()
+  bool has_come_ = false;               // something, in this progress()
 };
 
 }  // namespace weft::provider

@@ -21,8 +21,8 @@ namespace {
 // Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
-// Where ports take loans, messages that go from user to user should be long, and their slots, where those wait that cannot, stay
-// untouched mostly. So much for the slots of all rings.
+// Where ports take loans, messages go from user to user, and long ones are faster. Slots are for what cannot be lent, so they
+// have room for as much; those of all rings together have at most the second, and outboxes the same again.
 constexpr uint64_t kLendingSlotBytes = 1 << 20, kLendingRingBytes = 128 << 20;
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
@@ -66,9 +66,12 @@ bool adds(const ProgramStep& step) {
   return !only_moves || step.ends_sum != 0;
 }
 
-uint64_t host_simple_slot_bytes(const Communicator& comm, uint32_t channels) {
+// What is chosen for the device.
+uint64_t usual_slot_bytes(const Communicator& comm, uint32_t channels, uint32_t protocol) {
+  if (!comm.device().is_host()) return kCudaSlotBytes[protocol];
   const Link* ports = comm.port_link();
-  if (!ports || !ports->lends()) return kHostSlotBytes[0];
+  const bool is_simple = protocol == static_cast<uint32_t>(Protocol::kSimple);
+  if (!is_simple || !ports || !ports->lends()) return kHostSlotBytes[protocol];
   const uint64_t slots = uint64_t{static_cast<uint32_t>(comm.size())} * channels * kRingSlots;
   return std::clamp(std::bit_floor(kLendingRingBytes / slots), kHostSlotBytes[0], kLendingSlotBytes);
 }
@@ -92,10 +95,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const bool is_host = comm->device().is_host();
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     const uint64_t given = protocol == 0 ? options.simple_slot_bytes : options.ll_slot_bytes;
-    wanted.slot_bytes[protocol] = given                      ? given
-                                  : is_host && protocol == 0 ? host_simple_slot_bytes(*comm, options.channels)
-                                  : is_host                  ? kHostSlotBytes[protocol]
-                                                             : kCudaSlotBytes[protocol];
+    wanted.slot_bytes[protocol] = given ? given : usual_slot_bytes(*comm, options.channels, protocol);
   }
   wanted.exchange_blocks = !options.has_exchanges || wanted.has_ports ? 0
                            : is_host                                  ? kHostExchangeBlocks
@@ -173,7 +173,8 @@ Status CollectiveRunner::probe_process_reads() {
   return {};
 }
 
-// The most that a message may have, or 0 for what its slot holds. From what all ranks know alike.
+// The most that a message may have, or 0 for what its slot holds. What is reduced, or has sizes, goes through slots, and had
+// better stay in the caches. From what all ranks know alike.
 uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol, bool has_sizes) const {
   if (protocol != Protocol::kSimple || !comm_->device().is_host()) return 0;
   const bool only_refers = program.refers_only && !has_sizes && direct_bytes_ <= rings_.slot_bytes[0];

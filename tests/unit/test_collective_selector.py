@@ -297,3 +297,9 @@ def test_the_choice_knows_which_links_cross_the_network() -> None:
     assert predict_us(pairs, 1 << 20, dataclasses.replace(CPU, per_node=2)) > 2 * predict_us(
         pairs, 1 << 20, CPU
     )
+
+
+@pytest.mark.parametrize("num_bytes", [64 << 10, 1 << 20, 4 << 20, 16 << 20])
+def test_all_to_all_between_nodes_of_cpu_ranks_is_not_cut_into_instances(num_bytes: int) -> None:
+    choice = Selector(4, "cpu", per_node=2).choose("alltoall", num_bytes, inplace=False)
+    assert choice.algorithm.chunks == 4, choice.label()

@@ -7,8 +7,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "base/deadline.h"
 
@@ -75,6 +77,35 @@ TEST(PageStreams, FramesPlaceEveryPageAndEndInOrder) {
     else
       ASSERT_EQ(std::memcmp(at, ends.a.memory.data() + i * kPage, kPage), 0) << i;
   }
+}
+
+TEST(PageStreams, SleepsWhilePagesAreUnderWayAndWakesWhenTheyCanGoOn) {
+  constexpr uint64_t kBytes = 64 << 20, kLongest_ns = 999'000'000;
+  Ends ends(kBytes);
+  EXPECT_FALSE(ends.a.streams->sleep(kLongest_ns));
+  EXPECT_FALSE(ends.b.streams->sleep(kLongest_ns));
+  const Piece all = ends.piece(0, 0, kBytes);
+  ends.a.streams->post(ends.to, &all, 1, &ends.contexts[0]);
+  EXPECT_TRUE(ends.a.streams->sleep(1'000));
+  std::atomic<bool> is_done{false};
+  std::thread receiver([&] {
+    while (!is_done.load()) {
+      ends.b.streams->progress(ends.b.events);
+      ends.b.streams->sleep(kLongest_ns);
+    }
+  });
+  // Through socket buffers it takes a dozen rounds, and who is not woken loses a second in each.
+  const bool came = wait_until(Deadline::after_s(6), [&] {
+    ends.a.streams->progress(ends.a.events);
+    if (ends.a.events.empty()) ends.a.streams->sleep(kLongest_ns);
+    return !ends.a.events.empty();
+  });
+  is_done.store(true);
+  receiver.join();
+  ASSERT_TRUE(came);
+  EXPECT_EQ(ends.a.events[0].kind, EventKind::kDone) << ends.a.events[0].text;
+  EXPECT_EQ(ends.b.memory, ends.a.memory);
+  EXPECT_FALSE(ends.a.streams->sleep(kLongest_ns));
 }
 
 TEST(PageStreams, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {

@@ -14,15 +14,16 @@ constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of
 constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their turn
 constexpr uint32_t kTurn = 16;         // commands of one FIFO, before another has its turn
 constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, FIFOs wait
-// Rounds in vain before its own thread yields, and before it naps; of the latter so many count as had after others helped. On a host with fewer than two cores for each rank, rounds in
-// vain take time from those who copy; there, who helps rests after so many, for so long at most.
+// Rounds in vain before a proxy's own thread yields, and before it naps.
 struct Patience {
-  unsigned spins, yields, after_help;
+  unsigned spins, yields;
 };
-constexpr Patience kPatient{64, 512, 0}, kCrowded{2, 8, 8};
+// The second where cores are scarce (Network::sleep): rounds in vain take time from those who copy.
+constexpr Patience kPatient{64, 512}, kCrowded{2, 8};
+// Who helps there rests after so many rounds in vain, for so long at most.
 constexpr uint32_t kRoundsInVain = 8;
 constexpr uint64_t kRest_ns = 200'000;
-constexpr int kQuietPerNap = 16;
+constexpr int kQuietPerNap = 16;  // a nap is so small a part of the time for which nothing came
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
 // programs compute between two calls.
@@ -121,14 +122,15 @@ void Proxy::stop() {
 }
 
 void Proxy::run() {
-  const Patience patience = network_.sleep ? kCrowded : kPatient;
+  const bool is_crowded = network_.sleep != nullptr;
+  const Patience patience = is_crowded ? kCrowded : kPatient;
   unsigned idle = 0;
   uint64_t helped = 0;
   Deadline::Clock::time_point idle_since{};
   while (!stopping_.load(std::memory_order_acquire)) {
     if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
       helped = now;
-      idle = patience.after_help;
+      idle = is_crowded ? patience.yields : 0;
       std::this_thread::sleep_for(is_calm() ? kCalmNap : kNap);
       continue;
     }
@@ -153,8 +155,7 @@ void Proxy::run() {
   }
 }
 
-// Kernels of the host that wait for something help. So what comes to nobody's help may be late by a part of the time for
-// which nothing came.
+// Kernels of the host help while they wait. So what comes while none does may be late.
 Proxy::Nap Proxy::nap_after(Nap quiet) const {
   if (quiet.count() > config().proxy_idle_s) return kIdleNap;
   return is_host_ ? std::clamp<Nap>(quiet / kQuietPerNap, kNap, kIdleNap) : Nap(kNap);
@@ -172,10 +173,7 @@ bool Proxy::help() {
   bool any = false;
   if (!try_turn(any)) return false;
   helped_.fetch_add(1, std::memory_order_relaxed);
-  if (any)
-    in_vain_.store(0, std::memory_order_relaxed);
-  else
-    in_vain_.fetch_add(1, std::memory_order_relaxed);
+  in_vain_.store(any ? 0 : in_vain_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   return any;
 }
 

@@ -3,7 +3,8 @@
 // A Proxy is one host thread that takes commands from its FIFOs and carries them out through its queues.
 //   WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, 2048));
 //   proxy->add(std::move(queue)); proxy->start(...);   proxy->fifo(0)       // what device code is given
-// It looks often while there is work, and every 2 ms once there has been none for WEFT_PROXY_IDLE_S. Host
+// It looks often while there is work. Then it naps: the longer there was none, the longer, 2 ms at most; of GPUs only after
+// WEFT_PROXY_IDLE_S. Host
 // threads whose kernels wait do its work meanwhile (help()): nobody has to be woken for what they asked for,
 // nor for what they wait for. The proxy's own thread then only looks whether they still do.
 // Threads: add() and start() by the maker, then only what is said to be for any.

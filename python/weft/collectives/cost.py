@@ -180,7 +180,8 @@ def _pieces(
     direct = _NOTHING_DIRECT
     if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
         direct = direct_messages(algorithm)
-    has_long_messages = direct.refers_only and not machine.per_node  # over ports messages fit slots
+    # Over ports messages must fit slots.
+    has_long_messages = direct.refers_only and not machine.per_node
     return chunk, min(chunk, _REFERRED_SLICE_BYTES if has_long_messages else slice_bytes), direct
 
 

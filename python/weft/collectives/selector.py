@@ -142,7 +142,7 @@ class Selector:
         best: tuple[float, Choice] | None = None
         predicted: list[tuple[float, str]] = []
         for variant in candidates(collective, self.ranks, self._per_node):
-            reason = self._unpredicted(variant, collective in ("alltoall", "alltoallv"))
+            reason = self._unpredicted(variant, collective == "alltoall")
             if reason is not None:
                 reasons.append(f"{variant.label()}: {reason}")
                 continue

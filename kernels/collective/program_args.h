@@ -102,7 +102,7 @@ struct ProgramBlock {
   uint32_t channel;
   uint32_t first_step;
   uint32_t steps;
-  uint32_t grants;  // 1 if some of its receives may be stored by the sender
+  uint32_t grants;  // bit b: the sender may store some of its receives, into buffer b
 };
 
 // A chunk with a size of its own: elements [first, first + length). `mark` is the same where it is sent and

@@ -66,8 +66,9 @@ WEFT_DEVICE void grant_loans(const ProgramArgs& a, const MeshT& mesh, const Prog
   Grant grant{};
   auto to_peer = mesh.to(peer);
   for (uint32_t i = 0; i < 3; ++i) {
+    if ((block.grants >> i & 1) == 0 || !a.loans[i]) continue;
     grant.loan[i] = a.loans[i];
-    if (a.loans[i]) to_peer.lend(a.loans[i]);
+    to_peer.lend(a.loans[i]);
   }
   uint64_t words[sizeof(Grant) / 8];
   copy_few<sizeof(Grant)>(words, &grant);

@@ -136,9 +136,7 @@ class PageStreams {
     bool is_refused = false;
     std::vector<char> replies;  // not taken by the kernel yet
     // Pages are coming that may be written. For whoever says less than that, nobody looks at every turn.
-    bool is_in_pages() const {
-      return is_proven && heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes && !is_refused;
-    }
+    bool is_in_pages() const { return is_proven && heads.size() == heads_bytes && !is_refused; }
   };
   enum class Came { kNothing, kSome, kEnd };
 

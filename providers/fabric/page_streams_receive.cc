@@ -24,6 +24,7 @@ constexpr int kCallsPerTurn = 64;       // of one stream, before others get thei
 constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
 constexpr uint64_t kSkippedAtOnce = 65536;
 constexpr int kAcceptsPerTurn = 16;
+constexpr size_t kLeastHeadBytes = sizeof(FrameHead) + sizeof(PageHead);  // of a frame, asked for in one call
 constexpr size_t kUnprovenMax = 256;
 constexpr auto kUnprovenFor = std::chrono::seconds(5);
 
@@ -82,7 +83,7 @@ bool PageStreams::check_claim(Incoming& in) {
   in.is_proven = std::memcmp(claim.tag, StreamClaim().tag, sizeof claim.tag) == 0 &&
                  is_same(claim.proof, prove(secret_, "pages", {bytes_of(in.nonce)}));
   in.heads.clear();
-  in.heads_bytes = sizeof(FrameHead);
+  in.heads_bytes = kLeastHeadBytes;
   if (in.is_proven) return true;
   if (std::has_single_bit(++turned_away_))
     log_warn("fabric: a stream of pages is refused: its sender does not know the job's secret ({} so far)",
@@ -155,7 +156,7 @@ bool PageStreams::end_frame(Incoming& in) {
   const char* bytes = reinterpret_cast<const char*>(&reply);
   in.replies.insert(in.replies.end(), bytes, bytes + sizeof reply);
   in.heads.clear();
-  in.heads_bytes = sizeof(FrameHead);
+  in.heads_bytes = kLeastHeadBytes;
   in.is_refused = false;
   return send_replies(in);
 }
@@ -182,14 +183,12 @@ bool PageStreams::receive(Incoming& in) {
         if (!check_claim(in)) return false;
         continue;
       }
-      if (in.heads_bytes == sizeof(FrameHead)) {
-        FrameHead head;
-        std::memcpy(&head, in.heads.data(), sizeof head);
-        const bool is_head = std::memcmp(head.tag, FrameHead().tag, sizeof head.tag) == 0;
-        if (!is_head || head.pages == 0 || head.pages > kPagesPerFrame) return false;
-        in.heads_bytes += head.pages * sizeof(PageHead);
-        continue;
-      }
+      FrameHead head;
+      std::memcpy(&head, in.heads.data(), sizeof head);
+      const bool is_head = std::memcmp(head.tag, FrameHead().tag, sizeof head.tag) == 0;
+      if (!is_head || head.pages == 0 || head.pages > kPagesPerFrame) return false;
+      in.heads_bytes = sizeof head + head.pages * sizeof(PageHead);
+      if (in.heads.size() < in.heads_bytes) continue;
       if (!begin_pages(in)) return false;
     }
     if (in.next == in.into.size() && in.skip_bytes == 0 && !end_frame(in)) return false;

@@ -25,6 +25,9 @@ constexpr uint32_t kRoundsInVain = 8;
 constexpr uint64_t kRest_ns = 200'000;
 constexpr int kQuietPerNap = 16;  // a nap is so small a part of the time for which nothing came
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
+// Of a proxy that is helped, where cores are scarce: when it looks, it may lose its core in the middle of a turn, and who helps
+// waits for it.
+constexpr std::chrono::microseconds kCrowdedNap(1000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
 // programs compute between two calls.
 constexpr std::chrono::milliseconds kAwakeForGpu(100);
@@ -131,7 +134,7 @@ void Proxy::run() {
     if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
       helped = now;
       idle = is_crowded ? patience.yields : 0;
-      std::this_thread::sleep_for(is_calm() ? kCalmNap : kNap);
+      std::this_thread::sleep_for(is_crowded ? kCrowdedNap : is_calm() ? kCalmNap : kNap);
       continue;
     }
     if (resting_.load(std::memory_order_relaxed) > 0) std::this_thread::sleep_for(kNap);

@@ -66,8 +66,13 @@ def program_rows(
     waits: list[list[int]] = []
     for number, block in enumerate(program.blocks):
         places = [(program.rank, number, at) for at in range(len(block.steps))]
-        grants = any(place in direct.stored_receives for place in places)
-        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps), int(grants)])
+        stored = {
+            _BUFFERS[step.dst.buffer]
+            for place, step in zip(places, block.steps, strict=True)
+            if place in direct.stored_receives
+        }
+        grants = sum(1 << buffer for buffer in stored)
+        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps), grants])
         for at, step in enumerate(block.steps):
             src, dst = step.src, step.dst
             row = [

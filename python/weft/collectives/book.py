@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from weft.collectives.average import ended_sums
+from weft.collectives.contract import AllToOthers
 from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.ir import Algorithm
@@ -124,8 +125,22 @@ def _rows(part: Part) -> Iterator[Row]:
                 continue
             if choice.mode == PROGRAM:
                 _check(collective, choice.algorithm)
+            if collective == "alltoallv":
+                choice = dataclasses.replace(choice, algorithm=_between_ranks(choice.algorithm))
             limit = _limit(selector, collective, inplace, size, later) if later else _NO_LIMIT
             yield Row(machine, part.ranks, number, limit, choice)
+
+
+def _between_ranks(algorithm: Algorithm) -> Algorithm:
+    """Leave out what a rank copies for itself, which the caller of sends and receives does."""
+    ranks = [
+        dataclasses.replace(
+            rank, blocks=[block for block in rank.blocks if block.send >= 0 or block.recv >= 0]
+        )
+        for rank in algorithm.ranks
+    ]
+    contract = AllToOthers(algorithm.num_ranks, algorithm.chunks // algorithm.num_ranks)
+    return dataclasses.replace(algorithm, ranks=ranks, contract=contract)
 
 
 def _limit(selector: Selector, collective: str, inplace: bool, size: int, later: int) -> int:

@@ -324,6 +324,16 @@ class AllToAllV(AllToAll):
     name = "alltoallv"
 
 
+class AllToOthers(AllToAllV):
+    """AllToAllV without the parts of a rank for itself, which stay out of its output."""
+
+    def after(self, rank: int) -> Slots:
+        k = self.chunk_factor
+        return [
+            None if q == rank else Chunk(q, rank * k + c) for q in range(self.num_ranks) for c in range(k)
+        ]
+
+
 class SendRecv(Collective):
     """Every rank gets the buffer of the rank before it (rank - ``shift``, modulo the ranks); two ranks swap."""
 

@@ -16,8 +16,13 @@ def alltoall_allpairs(n: int) -> None:
 
 @algorithm(AllToAllV, forms=(False,))
 def alltoallv_allpairs(n: int) -> None:
-    """Every part goes straight to its rank; the parts have sizes of their own."""
-    _direct(n)
+    """Every part goes straight to its rank; the parts have sizes of their own. Blocks send or receive, so both go on at once."""
+    for rank in range(n):
+        chunk(rank, Buffer.input, rank).copy(rank, Buffer.output, rank, sendtb=0)
+        for step in range(1, n):
+            peer = (rank + step) % n
+            part = chunk(rank, Buffer.input, peer)
+            part.copy(peer, Buffer.output, rank, sendtb=2 * step - 1, recvtb=2 * step, ch=0)
 
 
 def _direct(n: int) -> None:

@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from weft.collectives import book
+from weft.collectives.average import ended_sums
 from weft.collectives.book import Part, write_book
 from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
+from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import LINES, PLACES
 from weft.collectives.library import build
+from weft.collectives.rows import program_rows
 from weft.collectives.selector import Selector, read_algorithms
 from weft.collectives.tune import table_rows
 from weft.collectives.tuned_tables import read_table, rows_besides, table_name, write_table
@@ -158,6 +162,30 @@ def test_a_book_is_written_from_a_table(tmp_path: Path) -> None:
     write_table(tmp_path / table_name("cpu", "here", 2), "here", table_rows(_measured(), 2))
     assert write_book(tmp_path / "b.book", [Part("cpu", 2, "here", tmp_path)]) >= 7
     assert (tmp_path / "b.book").read_bytes().startswith(b"weftbook")
+
+
+def test_sends_and_receives_of_other_sizes_have_blocks_of_their_own() -> None:
+    algorithm = build("alltoallv_allpairs", 3, instances=2).compile()
+    verify(algorithm)
+    for rank in algorithm.ranks:
+        ends = [(block.send >= 0, block.recv >= 0) for block in rank.blocks]
+        assert sorted(ends) == [(False, False)] * 2 + [(False, True)] * 4 + [(True, False)] * 4
+
+
+def test_a_book_leaves_what_ranks_have_for_themselves_to_its_caller() -> None:
+    whole = build("alltoallv_allpairs", 3, instances=2).compile()
+    served = book._between_ranks(whole)
+    verify(served)
+    assert [len(rank.blocks) for rank in served.ranks] == [8, 8, 8]
+    with pytest.raises(Error, match=r"holds nothing, should hold C\(0,0\)"):
+        verify(dataclasses.replace(served, contract=whole.contract))
+
+
+def test_a_block_grants_the_buffer_that_its_sender_may_store_into() -> None:
+    algorithm = build("alltoall_allpairs", 3).compile()
+    blocks, _, _ = program_rows(ended_sums(algorithm), 0, direct_messages(algorithm))
+    output = 1 << 1
+    assert [grants for *_, grants in blocks] == [output if recv >= 0 else 0 for _, recv, *_ in blocks]
 
 
 def test_the_model_knows_which_messages_are_referred_to() -> None:

@@ -16,7 +16,10 @@ def alltoall_allpairs(n: int) -> None:
 
 @algorithm(AllToAllV, forms=(False,))
 def alltoallv_allpairs(n: int) -> None:
-    """Every part goes straight to its rank; the parts have sizes of their own. Blocks send or receive, so both go on at once."""
+    """Every part goes straight to its rank; the parts have sizes of their own.
+
+    Blocks send or receive, so that both go on at once.
+    """
     for rank in range(n):
         chunk(rank, Buffer.input, rank).copy(rank, Buffer.output, rank, sendtb=0)
         for step in range(1, n):

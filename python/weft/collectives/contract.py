@@ -328,10 +328,8 @@ class AllToOthers(AllToAllV):
     """AllToAllV without the parts of a rank for itself, which stay out of its output."""
 
     def after(self, rank: int) -> Slots:
-        k = self.chunk_factor
-        return [
-            None if q == rank else Chunk(q, rank * k + c) for q in range(self.num_ranks) for c in range(k)
-        ]
+        parts = super().after(rank)
+        return [None if at // self.chunk_factor == rank else part for at, part in enumerate(parts)]
 
 
 class SendRecv(Collective):

@@ -11,7 +11,11 @@ from weft.collectives.library.registry import algorithm, any_ranks, even
 @algorithm(AllToAll, forms=(False,))
 def alltoall_allpairs(n: int) -> None:
     """Every part goes straight to its rank: one step."""
-    _direct(n)
+    for rank in range(n):
+        chunk(rank, Buffer.input, rank).copy(rank, Buffer.output, rank)
+        for step in range(1, n):
+            peer = (rank + step) % n
+            chunk(rank, Buffer.input, peer).copy(peer, Buffer.output, rank)
 
 
 @algorithm(AllToAllV, forms=(False,))
@@ -26,14 +30,6 @@ def alltoallv_allpairs(n: int) -> None:
             peer = (rank + step) % n
             part = chunk(rank, Buffer.input, peer)
             part.copy(peer, Buffer.output, rank, sendtb=2 * step - 1, recvtb=2 * step, ch=0)
-
-
-def _direct(n: int) -> None:
-    for rank in range(n):
-        chunk(rank, Buffer.input, rank).copy(rank, Buffer.output, rank)
-        for step in range(1, n):
-            peer = (rank + step) % n
-            chunk(rank, Buffer.input, peer).copy(peer, Buffer.output, rank)
 
 
 @algorithm(AllToAll, applies=even, forms=(False,))

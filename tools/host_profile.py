@@ -373,7 +373,7 @@ def _steps_of_machine(args: argparse.Namespace) -> dict[str, float]:
         "an empty function": lambda: None,
         "torch.empty": lambda: torch.empty((64, 8), dtype=torch.int32, device=one.device),
         "a part of a tensor": lambda: allocation.part_of(one, 8, (64,)),
-        "a signature of three tensors": lambda: plain.plain_forms(one, one, one),
+        "a signature of three tensors": lambda: plain.signature_of((one, one, one)),
     }
     if args.device == "cpu":
         steps["a tensor, the short way"] = lambda: allocation.new_on_host(*form)

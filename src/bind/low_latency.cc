@@ -1,130 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
-// trip into the core, with tensors by position.
+// trip into the core: low_latency_whole.cc makes its results as well.
 #include <nanobind/nanobind.h>
-
-#include <memory>
-#include <utility>
+#include <nanobind/stl/string.h>
 
 #include "bind/bind.h"
 #include "bind/fields.h"
+#include "bind/low_latency_calls.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
-#include "moe/low_latency.h"
 
 namespace nb = nanobind;
 
 namespace weft {
 namespace {
 
-// A call whose rows were sent, until its hook runs.
-template <class Planned, class Memory>
-struct SentCall {
-  std::shared_ptr<const Planned> plan;
-  Memory memory;
-  uint32_t ticket;
-  uint64_t number;  // among the calls of the buffer; 0 for one that a graph captured
-  void* stream;
-};
-
-using SentDispatch = SentCall<PlannedDispatch, LowLatencyDispatchMemory>;
-using SentCombine = SentCall<PlannedCombine, LowLatencyCombineMemory>;
-
-// What Python sees of a form: calls of it, on the communicator's streams.
-template <class Planned, class Memory>
-class FormCalls {
- public:
-  using Sent = SentCall<Planned, Memory>;
-
-  FormCalls(LowLatency& mode, Planned plan)
-      : mode_(&mode), plan_(std::make_shared<const Planned>(std::move(plan))) {}
-
-  // Both phases, after what `after` has got, on `stream` or, where they join `after`, there.
-  uint64_t run(const Memory& memory, void* stream, void* after, bool joins) {
-    nb::gil_scoped_release released;
-    check(check_ids(memory));
-    const LowLatencyRun run = value_or_throw(mode_->begin_run(stream, after, joins));
-    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, run.stream));
-    return value_or_throw(mode_->end_run(run));
-  }
-
-  Sent send(const Memory& memory, void* stream) {
-    nb::gil_scoped_release released;
-    check(check_ids(memory));
-    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
-    const uint32_t ticket = mode_->next_ticket();
-    check(mode_->launch(*plan_, memory, ticket, kPhaseSend, stream));
-    check(mode_->end_phase(stream, is_captured));
-    return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
-  }
-
-  void receive(const Sent& sent) {
-    nb::gil_scoped_release released;
-    receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
-  }
-  // A call that another form sent, perhaps: outputs may differ.
-  void receive_into(const Memory& memory, uint32_t ticket, void* stream) {
-    nb::gil_scoped_release released;
-    receive(*plan_, memory, ticket, stream);
-  }
-
- private:
-  void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) {
-    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
-    check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
-    check(mode_->end_phase(stream, is_captured));
-  }
-  Status check_ids(const Memory& memory) const {
-    const auto& form = plan_->form;
-    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts);
-  }
-
-  LowLatency* mode_;
-  std::shared_ptr<const Planned> plan_;
-};
-
-using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
-using CombineCalls = FormCalls<PlannedCombine, LowLatencyCombineMemory>;
-
-LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x_scales, TensorAddress topk_idx,
-                                         TensorAddress topk_weights, TensorAddress expert_stats,
-                                         TensorAddress wait_cycles, TensorAddress out,
-                                         TensorAddress out_scales, TensorAddress src_info,
-                                         TensorAddress layout_range, TensorAddress counts,
-                                         TensorAddress routes, TensorAddress out_weights,
-                                         TensorAddress out_source) {
-  return {pointer<std::byte>(x),          pointer<std::byte>(x_scales),   pointer<void>(topk_idx),
-          pointer<float>(topk_weights),   pointer<int32_t>(expert_stats), pointer<uint64_t>(wait_cycles),
-          pointer<std::byte>(out),        pointer<uint32_t>(out_scales),  pointer<int32_t>(src_info),
-          pointer<int64_t>(layout_range), pointer<int32_t>(counts),       pointer<int32_t>(routes),
-          pointer<float>(out_weights),    pointer<int32_t>(out_source)};
-}
-
-LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress topk_idx, TensorAddress topk_weights,
-                                       TensorAddress routes, TensorAddress combined,
-                                       TensorAddress wait_cycles, TensorAddress signals) {
-  return {pointer<std::byte>(x),     pointer<void>(topk_idx),      pointer<float>(topk_weights),
-          pointer<int32_t>(routes),  pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
-          pointer<uint32_t>(signals)};
-}
-
-// run() and send() with the tensors of a call by position, None for one that is left out, then the streams.
+// With the tensors of a call by position, None for one that is left out, then the stream.
 template <class Calls, class Memory, class... Tensor>
 void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
-  into.def("run",
-           [memory](Calls& self, Tensor... at, uint64_t stream, uint64_t after, bool joins) {
-             return self.run(memory(at...), pointer<void>(stream), pointer<void>(after), joins);
-           })
-      .def("send", [memory](Calls& self, Tensor... at,
+  into.def("send", [memory](const Calls& self, Tensor... at,
                             uint64_t stream) { return self.send(memory(at...), pointer<void>(stream)); })
-      .def("receive_into",
-           [memory](Calls& self, Tensor... at, uint32_t ticket, uint64_t stream) {
-             self.receive_into(memory(at...), ticket, pointer<void>(stream));
-           })
-      .def(
-          "receive", [](Calls& self, const typename Calls::Sent& sent) { self.receive(sent); },
-          nb::arg("sent"));
+      .def("receive_into", [memory](const Calls& self, Tensor... at, uint32_t ticket, uint64_t stream) {
+        self.receive_into(memory(at...), ticket, pointer<void>(stream));
+      });
 }
 
 // What Python names of a form.
@@ -189,6 +88,7 @@ void bind_calls(nb::module_& module) {
 
 void bind_low_latency(nb::module_& module) {
   bind_calls(module);
+  bind_low_latency_whole(module);
   module.attr("PHASE_SEND") = kPhaseSend;
   module.attr("PHASE_RECEIVE") = kPhaseReceive;
   module.attr("PAYLOAD_COPY") = kPayloadCopy;
@@ -271,6 +171,14 @@ void bind_low_latency(nb::module_& module) {
             return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
           nb::arg("form"), nb::keep_alive<0, 1>())
+      .def_prop_ro("calls", &LowLatency::calls)
+      .def("note_unreceived", &LowLatency::note_unreceived, nb::arg("number"), nb::arg("receive"))
+      .def("note_received", &LowLatency::note_received, nb::arg("number"))
+      .def_prop_ro("late_receive",
+                   [](const LowLatency& self) -> nb::object {
+                     const std::string* late = self.late_receive();
+                     return late ? nb::object(nb::str(late->c_str())) : nb::none();
+                   })
       .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
            nb::arg("experts"), nb::arg("has_weights"))
       .def(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.plain_address and plain_forms: weft/runtime/plain.py says what they return, and asks tensors one property
+// weft._core.plain_address and signature_of: weft/runtime/plain.py says what they return, and asks tensors one property
 // at a time where this cannot be had. Torch describes a tensor to C programs by DLPack's exchange of tensors (torch
 // 2.10 and newer): one call instead of eight. https://dmlc.github.io/dlpack/latest/c_api.html
 #include "bind/tensors.h"
@@ -113,28 +113,55 @@ bool is_aligned(const nb::dlpack::dltensor& tensor) {
   return (reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset) % 16 == 0;
 }
 
-// Type, device and shape of each tensor, and whether it is aligned.
-nb::bytes plain_forms(nb::args values) {
+// Type, device and shape of a tensor, and whether it is aligned. Returns false for one that is not plain.
+bool append_tensor(std::string& key, nb::handle value) {
+  if (value.is_none()) {
+    key.push_back('-');
+    return true;
+  }
+  nb::dlpack::dltensor tensor;
+  if (!describe_plain(value, tensor) ||
+      tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
+    return false;
+  key.push_back(is_aligned(tensor) ? 't' : 'u');
+  append(key, tensor.dtype.code);
+  append(key, tensor.dtype.bits);
+  append(key, tensor.device.device_type);
+  append(key, tensor.device.device_id);
+  append(key, tensor.ndim);
+  key.append(reinterpret_cast<const char*>(tensor.shape), sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
+  return true;
+}
+
+// None, a bool, a number or bytes, each with its type: 1.0 is as good a key as 1 to Python, but no number of experts.
+// Returns false for anything else.
+bool append_option(std::string& key, nb::handle value) {
+  if (value.is_none() || PyBool_Check(value.ptr())) {
+    key.push_back(value.is_none() ? '-' : value.ptr() == Py_True ? 'y' : 'n');
+    return true;
+  }
+  if (PyLong_CheckExact(value.ptr())) {
+    key.push_back('i');
+    append(key, PyLong_AsLongLong(value.ptr()));
+    const bool fits = !PyErr_Occurred();
+    PyErr_Clear();
+    return fits;
+  }
+  if (!PyBytes_CheckExact(value.ptr())) return false;
+  const nb::bytes text = nb::borrow<nb::bytes>(value);
+  key.push_back('b');
+  append(key, text.size());
+  key.append(text.c_str(), text.size());
+  return true;
+}
+
+nb::bytes signature_of(nb::tuple tensors, nb::args options) {
   std::string key;
   key.reserve(256);
-  for (nb::handle value : values) {
-    if (value.is_none()) {
-      key.push_back('-');
-      continue;
-    }
-    nb::dlpack::dltensor tensor;
-    if (!describe_plain(value, tensor) ||
-        tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
-      return nb::bytes("", 0);
-    key.push_back(is_aligned(tensor) ? 't' : 'u');
-    append(key, tensor.dtype.code);
-    append(key, tensor.dtype.bits);
-    append(key, tensor.device.device_type);
-    append(key, tensor.device.device_id);
-    append(key, tensor.ndim);
-    key.append(reinterpret_cast<const char*>(tensor.shape),
-               sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
-  }
+  for (nb::handle value : tensors)
+    if (!append_tensor(key, value)) return nb::bytes("", 0);
+  for (nb::handle value : options)
+    if (!append_option(key, value)) return nb::bytes("", 0);
   return nb::bytes(key.data(), key.size());
 }
 
@@ -250,7 +277,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
 
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
-  module.def("plain_forms", &plain_forms);
+  module.def("signature_of", &signature_of, nb::arg("tensors"), nb::arg("options"));
   module.def("addresses", &addresses);
   nb::class_<TensorMaker>(module, "TensorMaker")
       .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list, nb::object, nb::object, nb::object>(),

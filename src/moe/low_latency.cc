@@ -134,9 +134,13 @@ LowLatency::Counted LowLatency::counted(const std::string& name) {
 }
 
 Result<bool> LowLatency::begin_phase(void* stream) {
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(window_->communicator()->device(), stream));
-  if (!is_captured) WEFT_TRY(last_phase_.wait(stream));
-  return is_captured;
+  WEFT_TRY_ASSIGN(const bool captured, is_captured(stream));
+  if (!captured) WEFT_TRY(last_phase_.wait(stream));
+  return captured;
+}
+
+Result<bool> LowLatency::is_captured(void* stream) const {
+  return is_capturing(window_->communicator()->device(), stream);
 }
 
 Status LowLatency::end_phase(void* stream, bool is_captured) {
@@ -144,17 +148,31 @@ Status LowLatency::end_phase(void* stream, bool is_captured) {
 }
 
 Result<LowLatencyRun> LowLatency::begin_run(void* stream, void* after, bool joins) {
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(window_->communicator()->device(), after));
-  void* on = joins && !is_captured ? after : stream;
+  WEFT_TRY_ASSIGN(const bool captured, is_captured(after));
+  void* on = joins && !captured ? after : stream;
   WEFT_TRY(order_.wait(on, after));
-  if (!is_captured) WEFT_TRY(last_phase_.wait(on));
-  return LowLatencyRun{on, joins ? after : on, is_captured};
+  if (!captured) WEFT_TRY(last_phase_.wait(on));
+  return LowLatencyRun{on, joins ? after : on, captured};
 }
 
-Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
+Status LowLatency::end_run(const LowLatencyRun& run) {
   WEFT_TRY(order_.wait(run.joined, run.stream));
   WEFT_TRY(end_phase(run.stream, run.is_captured));
-  return count_call(run.is_captured);
+  count_call(run.is_captured);
+  return {};
+}
+
+void LowLatency::note_unreceived(uint64_t number, std::string receive) {
+  if (number != 0) unreceived_.emplace_back(number, std::move(receive));
+}
+
+void LowLatency::note_received(uint64_t number) {
+  const auto is_it = [&](const auto& sent) { return sent.first == number; };
+  unreceived_.erase(std::remove_if(unreceived_.begin(), unreceived_.end(), is_it), unreceived_.end());
+}
+
+const std::string* LowLatency::late_receive() const {
+  return unreceived_.empty() || unreceived_.front().first >= calls_ ? nullptr : &unreceived_.front().second;
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {

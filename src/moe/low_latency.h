@@ -166,13 +166,23 @@ class LowLatency {
   // then the graph's order is the caller's.
   Result<bool> begin_phase(void* stream);
   Status end_phase(void* stream, bool is_captured);
+  Result<bool> is_captured(void* stream) const;
   // Counts a call, from 1 on; 0 for one that a graph captures, which sends nothing yet.
   uint64_t count_call(bool is_captured) { return is_captured ? 0 : ++calls_; }
+  uint64_t calls() const { return calls_; }
+
+  // Ranks tell each other what they have received, and a call waits, on every rank, until all have received the call
+  // before the last one. A receive that is forgotten would therefore stall everybody until the deadline, and then look
+  // like a lost rank, or with masks mask this one. This rank alone can tell the difference, so callers note what they
+  // sent, by the name of what receives it. late_receive() is the one that the next call would wait for, or null.
+  void note_unreceived(uint64_t number, std::string receive);  // 0: of no call
+  void note_received(uint64_t number);
+  const std::string* late_receive() const;
 
   // Where a call runs both phases: on `stream`, after what `after` has got. A call that joins `after` runs there, which
   // saves the events, outside of graphs. end_run() counts the call.
   Result<LowLatencyRun> begin_run(void* stream, void* after, bool joins);
-  Result<uint64_t> end_run(const LowLatencyRun& run);
+  Status end_run(const LowLatencyRun& run);
 
   // Masks, in stream order. Errors: kInvalid for a rank that does not exist; kSystem from the driver.
   Status set_mask(uint32_t rank, bool masked, void* stream);
@@ -245,6 +255,7 @@ class LowLatency {
   const LowLatencyTerms terms_;
   uint32_t ticket_ = 0;
   uint64_t calls_ = 0;
+  std::vector<std::pair<uint64_t, std::string>> unreceived_;  // ascending
   CallTally tally_;
   const Counted dispatches_, combines_;
   StreamOrder order_;

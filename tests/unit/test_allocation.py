@@ -29,13 +29,16 @@ def _large(form: allocation.TensorForm) -> torch.Tensor:
 
 
 def _maker(
-    together: tuple[int, ...], by_core: bool, monkeypatch: pytest.MonkeyPatch
+    together: tuple[int, ...],
+    by_core: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    first_is_whole: bool = False,
 ) -> Callable[[], list[Any]]:
     if not by_core:
         monkeypatch.setattr(allocation, "_reinterpret", None)
         monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
         monkeypatch.setattr(allocation, "new_on_host", allocation._host_by_torch)
-    made = OutputMaker(FORMS, CPU, _large, together)
+    made = OutputMaker(FORMS, CPU, _large, together, first_is_whole=first_is_whole)
     shortest = made.shortest()
     assert (shortest is not made) == by_core
     return shortest
@@ -74,6 +77,17 @@ def test_only_those_asked_for_share_memory(by_core: bool, monkeypatch: pytest.Mo
 
     assert storages(()) == 5
     assert storages((5, 1)) == 4
+
+
+@pytest.mark.parametrize("by_core", [True, False], ids=["core", "torch"])
+def test_the_first_may_be_all_of_the_memory(by_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _maker((1, 5), by_core, monkeypatch, first_is_whole=True)()
+    whole, part = made[1], made[5]
+    assert whole is not None and part is not None
+    assert _described(part) == (*tensor_form((2, 131), torch.int32), CPU)
+    begin = (part.data_ptr() - whole.data_ptr()) // whole.element_size()
+    assert begin >= 7 and whole.numel() == begin + part.numel()
+    assert whole.untyped_storage()._cdata == part.untyped_storage()._cdata
 
 
 def test_large_results_come_from_their_maker() -> None:

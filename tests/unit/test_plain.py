@@ -66,8 +66,8 @@ def test_plain_tensors_are_taken_by_both(name: str) -> None:
     tensor = TAKEN[name]()
     address = tensor.detach().data_ptr()
     assert plain.plain_address(tensor) == plain.plain_address_by_python(tensor) == address
-    assert plain.plain_forms(tensor, None)
-    assert plain.plain_forms_by_python(tensor, None)
+    assert plain.signature_of((tensor, None))
+    assert plain.signature_by_python((tensor, None))
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -76,28 +76,52 @@ def test_others_are_asked_about_by_both(name: str) -> None:
     assert plain.plain_address(value) == plain.plain_address_by_python(value) == 0
 
 
-def test_conjugated_numbers_have_no_form() -> None:
-    assert not plain.plain_forms(torch.ones(3, dtype=torch.complex64).conj())
-    assert not plain.plain_forms_by_python(torch.ones(3, dtype=torch.complex64).conj())
+def test_conjugated_numbers_have_no_signature() -> None:
+    conjugated = torch.ones(3, dtype=torch.complex64).conj()
+    assert not plain.signature_of((conjugated,))
+    assert not plain.signature_by_python((conjugated,))
 
 
-@pytest.mark.parametrize("forms", [plain.plain_forms, plain.plain_forms_by_python], ids=["core", "python"])
-def test_a_form_is_of_type_and_shape_not_of_values(forms: Callable[..., object]) -> None:
-    base = forms(torch.ones(3, 4), None)
-    assert base == forms(torch.zeros(3, 4), None)
+both = pytest.mark.parametrize(
+    "signature_of", [plain.signature_of, plain.signature_by_python], ids=["core", "python"]
+)
+
+
+@both
+def test_a_signature_is_of_type_and_shape_not_of_values(signature_of: Callable[..., object]) -> None:
+    base = signature_of((torch.ones(3, 4), None))
+    assert base == signature_of((torch.zeros(3, 4), None))
     others = [
-        forms(torch.ones(4, 3), None),
-        forms(torch.ones(12), None),
-        forms(torch.ones(3, 4, 1), None),
-        forms(torch.ones(3, 4, dtype=torch.float64), None),
-        forms(torch.ones(3, 4, dtype=torch.int32), None),
-        forms(None, torch.ones(3, 4)),
-        forms(torch.ones(3, 4)),
-        forms(torch.ones(3, 4), torch.ones(3, 4)),
-        forms(torch.ones(13)[1:].view(3, 4), None),  # rows may not begin there
+        signature_of((torch.ones(4, 3), None)),
+        signature_of((torch.ones(12), None)),
+        signature_of((torch.ones(3, 4, 1), None)),
+        signature_of((torch.ones(3, 4, dtype=torch.float64), None)),
+        signature_of((torch.ones(3, 4, dtype=torch.int32), None)),
+        signature_of((None, torch.ones(3, 4))),
+        signature_of((torch.ones(3, 4),)),
+        signature_of((torch.ones(3, 4), torch.ones(3, 4))),
+        signature_of((torch.ones(13)[1:].view(3, 4), None)),  # rows may not begin there
     ]
     assert all(other and other != base for other in others)
     assert len(set(others)) == len(others)
+
+
+@both
+def test_a_signature_has_options_with_their_types(signature_of: Callable[..., object]) -> None:
+    x = torch.ones(3, 4)
+    options = [(), (None,), (0,), (1,), (2,), (-1,), (True,), (False,), (b"",), (b"1",), (b"1", 1), (1, b"1")]
+    signatures = [signature_of((x,), *given) for given in options]
+    assert all(signatures)
+    assert len(set(signatures)) == len(options)
+    assert signatures == [signature_of((torch.zeros(3, 4),), *given) for given in options]
+
+
+@both
+def test_what_is_no_option_has_no_signature(signature_of: Callable[..., object]) -> None:
+    assert not signature_of((torch.ones(3),), [1])
+    assert not signature_of((torch.ones(3),), {})
+    assert not plain.signature_of((torch.ones(3),), 1 << 70)
+    assert not plain.signature_of((torch.ones(3),), torch.tensor(3))  # of which nothing says the value
 
 
 def test_the_core_reads_where_torch_describes() -> None:

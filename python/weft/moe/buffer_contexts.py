@@ -8,7 +8,7 @@ context = contexts.of("x", x)      # checks that the buffer lives and that the t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,6 @@ from weft.moe import arguments
 from weft.moe.device_context import DeviceContext
 from weft.runtime.communicator import connect, device_name
 
-Signature = tuple[Any, ...]
 _Plan = TypeVar("_Plan")
 _MOST_PLANS = 4096
 
@@ -65,7 +64,7 @@ class BufferContexts:
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, DeviceContext] = {}
         # Plans of calls that these contexts made, by all that the calls' checks look at.
-        self.plans: dict[Signature, Any] = {}
+        self.plans: dict[Hashable, Any] = {}
         self.main: DeviceContext | None = self._on(self.device)  # None after destroy()
         self.rank = int(self.main.communicator.rank)
         self.size = int(self.main.communicator.size)
@@ -90,8 +89,8 @@ class BufferContexts:
             raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
         return self._on(tensor.device)
 
-    def keep(self, signature: Signature, plan: _Plan) -> _Plan:
-        """Return the plan; calls of that signature find it in ``plans``. (): of no other call."""
+    def keep(self, signature: Hashable, plan: _Plan) -> _Plan:
+        """Return the plan; calls of that signature find it in ``plans``. An empty one is of no other call."""
         if signature:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.clear()

@@ -29,6 +29,7 @@ from weft.moe.host_memory import LARGE_BYTES, HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, HostPieces, Lease, StorageOwner, WindowPieces, watch_torch
 from weft.runtime.allocation import (
+    PART_BYTES,
     OutputMaker,
     TensorForm,
     new_on_cuda,
@@ -116,8 +117,6 @@ class DeviceContext(RuntimeFacts):
         self.stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
         self._ordinal = device.index if self.is_cuda else -1
         self.low_latency = _core.LowLatency(self.core, may_mask)
-        self.low_latency_calls = 0
-        self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
         self.layout_stream: int | None = None  # of a layout that no call was ordered after yet
         # Whether the communication stream may have got work that no barrier was ordered after yet.
         self.is_comm_in_use = False
@@ -311,6 +310,11 @@ class DeviceContext(RuntimeFacts):
         stream: int = current_stream(self._ordinal) if self.is_cuda else 0
         return stream
 
+    @property
+    def stream_getter(self) -> tuple[Callable[[int], int] | None, int]:
+        """What gives current_stream, and its argument; None on the CPU."""
+        return (current_stream, self._ordinal) if self.is_cuda else (None, 0)
+
     def order(self, previous: EventHandle | None, async_finish: bool) -> Order:
         """Return how the core is to order a call; order it after ``previous``, if there is one."""
         if not self.is_cuda:
@@ -409,14 +413,19 @@ class DeviceContext(RuntimeFacts):
         return new_on_cuda(tensor_form(shape, dtype), self.device)
 
     def allocator(
-        self, *forms: TensorForm | None, together: Sequence[int] = (), part_bytes: int = 512
+        self,
+        *forms: TensorForm | None,
+        together: Sequence[int] = (),
+        part_bytes: int = PART_BYTES,
+        first_is_whole: bool = False,
     ) -> Callable[[], list[Any]]:
         """Return what makes an uninitialised tensor of each form, None for None, as empty() does.
 
         together, part_bytes: the places of those that lie in one memory, none of which a caller may free by itself, and
-            what their beginnings are multiples of.
+            what their beginnings are multiples of. first_is_whole: the first of them is all of it.
         """
-        return OutputMaker(forms, self.device, self._large_on_host, together, part_bytes).shortest()
+        large = self._large_on_host
+        return OutputMaker(forms, self.device, large, together, part_bytes, first_is_whole).shortest()
 
     def _large_on_host(self, form: TensorForm) -> torch.Tensor:
         shape, strides, dtype = form

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput
-from weft.moe.buffer_contexts import BufferContexts, Signature
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload
 from weft.runtime.modes import outside_modes
-from weft.runtime.plain import plain_forms
+from weft.runtime.plain import signature_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -84,8 +84,7 @@ class HighThroughputCalls:
             bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
             up to eight.
         """
-        forms = plain_forms(topk_idx) if type(num_experts) is int else ()
-        signature: Signature = ("layout", forms, num_experts) if forms else ()
+        signature = signature_of((topk_idx,), b"layout", num_experts)
         plan: LayoutPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             plan = self._plan_layout(topk_idx, num_experts)
@@ -196,8 +195,7 @@ class HighThroughputCalls:
             return received.payload(), None, None, None, None, event
 
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        forms = plain_forms(rows.x, *given, topk_idx, topk_weights)
-        signature: Signature = ("dispatch", forms) if forms else ()
+        signature = signature_of((rows.x, *given, topk_idx, topk_weights), b"dispatch")
         plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             in_rank, per_expert = self._check_layout(rows.x, *given)
@@ -330,8 +328,7 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes, or one of them has no
             room for what comes back.
         """
-        forms = plain_forms(x)
-        signature: Signature = ("combine", forms) if forms else ()
+        signature = signature_of((x,), b"combine")
         plan: CombinePlan | None = self._contexts.plans.get(signature)
         if plan is None or bias is not None:
             context = self._contexts.of("x", x)
@@ -380,8 +377,7 @@ class HighThroughputCalls:
         """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
         is_plain = isinstance(x, Tensor)
         parts: Any = (x, None) if is_plain else x if isinstance(x, (tuple, list)) else ()
-        forms = plain_forms(*parts)
-        signature: Signature = ("rows", is_plain, forms) if forms else ()
+        signature = signature_of(tuple(parts), b"rows", is_plain)
         form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
         if form is not None:
             plain, scales = parts

@@ -12,26 +12,34 @@ T tokens here, M tokens per rank at most, R ranks, E experts, Le experts of this
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.buffer_contexts import BufferContexts, Signature
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
 from weft.moe.device_context import DeviceContext, address
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
 from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
-from weft.moe.low_latency_handle import LowLatencyForm, LowLatencyHandle, LowLatencyState, new_status
-from weft.moe.low_latency_phases import Hook, launch
-from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
+from weft.moe.low_latency_handle import (
+    LowLatencyForm,
+    LowLatencyHandle,
+    combine_rows_of,
+    keep_combine_rows,
+    routes_lengths,
+)
+from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan, Hook, spanned
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
+from weft.runtime import spans
 from weft.runtime.modes import outside_modes
-from weft.runtime.plain import plain_forms
+from weft.runtime.plain import signature_of
 
 
 class LowLatencyCalls:
@@ -113,51 +121,29 @@ class LowLatencyCalls:
         """
         flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
         most, experts = num_max_dispatch_tokens_per_rank, num_experts
-        signature: Signature = ()  # of no call
-        plan: DispatchPlan | None = None
-        try:  # 1.0 is as good a key as 1, but no number of experts: types, too
-            if forms := plain_forms(x, topk_idx, topk_weights):
-                sizes = (most, type(most), experts, type(experts))
-                signature = (forms, *sizes, *flags, async_finish, return_recv_hook)
-                plan = self._contexts.plans.get(signature)
-        except TypeError:  # an option that is no key: checks will say what is wrong
-            signature = ()
+        signature = signature_of(
+            (x, topk_idx, topk_weights), b"ll_dispatch", most, experts, *flags, async_finish, return_recv_hook
+        )
+        plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
             self._contexts.keep(signature, plan)
-        context = plan.context
         stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if stats is not None or costs is not None:
             self._check_stats(plan, stats, costs)
         scale = None
         if x_global_scale is not None or use_nvfp4:
-            scale = check_global_scale(x_global_scale, use_nvfp4, context)
+            scale = check_global_scale(x_global_scale, use_nvfp4, plan.context)
         sent = (x, scale, topk_idx, topk_weights, stats, costs)
-        if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
-            filled = plan.new_outputs()
-        else:
+        filled: list[Any] | None = None  # new tensors
+        if not (out_packed_recv_x is out_src_info is out_layout_range is out_count is None):
             wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
-            filled = plan.outputs(check_outputs(context, plan.sizes, plan.form, Sent(*sent), wanted))
-        memory, scale_memory, src_info, layout_range, counts, routes, weights, sources = filled
-        is_received = not return_recv_hook
-        state = LowLatencyState(plan.handle_form, routes, new_status(is_received), is_received)
-        tensors = (*sent, *filled)
-        event, hook = launch(
-            context,
-            "low_latency_dispatch",
-            plan.calls,
-            tensors,
-            async_finish,
-            return_recv_hook,
-            state.receive,
-        )
-        rows, scales = plan.form.seen(memory, scale_memory)
-        handle = LowLatencyHandle(state, src_info, layout_range)
-        payload = rows if scales is None else (rows, scales)
-        if topk_weights is None:
-            return payload, counts, handle, event, hook
-        return payload, counts, weights, sources, handle, event, hook
+            filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.form, Sent(*sent), wanted))
+        call = plan.call
+        if profiler._is_profiler_enabled or spans.NVTX:
+            call = spanned("low_latency_dispatch", call, return_recv_hook)
+        return call(*sent, filled, bool(async_finish), bool(return_recv_hook))
 
     def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
         local, device = (plan.sizes.local_experts,), plan.context.device
@@ -250,29 +236,22 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
         whose own signals stay away, naming the expert.
         """
-        if type(handle) is LowLatencyHandle and handle.state.is_in_place:
+        if type(handle) is LowLatencyHandle and handle.state.is_ready:
             state = handle.state
-        else:  # the tensors of one
-            state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
-        signature: Signature = ()  # of no call
-        plan: CombinePlan | None = None
-        try:
-            forms = plain_forms(x, topk_idx, topk_weights)
-            if forms and zero_copy is False and overlap is False:
-                signature = (forms, state.form, use_logfmt, exact, async_finish, return_recv_hook)
-                plan = self._contexts.plans.get(signature)
-        except TypeError:  # an option that is no key: checks will say what is wrong
-            signature = ()
-        if plan is None:
-            state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
-        if not state.is_received:
-            raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
+        else:
+            state = self._check_ready(handle, x)
+        signature: Hashable = b""  # of no call
+        if zero_copy is False and overlap is False:
+            options = (state.form.key, use_logfmt, exact, async_finish, return_recv_hook)
+            signature = signature_of((x, topk_idx, topk_weights), b"ll_combine", *options)
+        plan: CombinePlan | None = self._contexts.plans.get(signature)
         rows, signals = x, NO_SIGNALS
         if plan is None:
+            context = self._low_latency_context("x", x)
+            state = self._check_low_latency_handle(handle, context)
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
             check_flags(exact=exact, overlap=overlap)
-            context = self._low_latency_context("x", x)
             rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
                 signals = check_signals(
@@ -286,31 +265,39 @@ class LowLatencyCalls:
             reply = REPLIES[bool(exact), bool(use_logfmt)]
             plan = self._plan_combine(context, state.form, topk_idx, topk_weights, reply, signals)
             self._contexts.keep(signature, plan)
-        context = plan.context
         costs = combine_wait_recv_cost_stats
         if costs is not None:
             ranks = (self.group_size,)
             arguments.check_tensor(
-                "combine_wait_recv_cost_stats", costs, ranks, (torch.int64,), context.device
+                "combine_wait_recv_cost_stats", costs, ranks, (torch.int64,), plan.context.device
             )
-        if out is None:
-            combined = plan.new_outputs()[0]
-        else:
+        if out is not None:
             sums = (state.form.num_tokens, state.form.hidden)
-            combined = check_output(context, "out", out, sums, torch.bfloat16)
+            out = check_output(plan.context, "out", out, sums, torch.bfloat16)
             others = {
                 "x": rows,
                 "topk_idx": topk_idx,
                 "topk_weights": topk_weights,
                 "signals": signals.tensor,
             }
-            arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
-        used = (rows, topk_idx, topk_weights, state.routes, combined, costs, signals.tensor)
-        event, hook = launch(context, "low_latency_combine", plan.calls, used, async_finish, return_recv_hook)
-        return combined, event, hook
+            arguments.check_apart({"out": out}, {**others, "combine_wait_recv_cost_stats": costs})
+        call = plan.call
+        if profiler._is_profiler_enabled or spans.NVTX:
+            call = spanned("low_latency_combine", call, return_recv_hook)
+        used = (rows, topk_idx, topk_weights, state, out, costs, signals.tensor)
+        results: tuple[Tensor, EventOverlap, Hook | None]
+        results = call(*used, bool(async_finish), bool(return_recv_hook))
+        return results
+
+    def _check_ready(self, handle: object, x: object) -> _core.LowLatencyHandleState:
+        """Return the state of a handle: of the tensors of one, too. Raises: weft.Error where its hook has not run."""
+        state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
+        if not state.is_received:
+            raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
+        return state
 
     def _check_combine_rows(
-        self, context: DeviceContext, state: LowLatencyState, x: object, zero_copy: bool
+        self, context: DeviceContext, state: _core.LowLatencyHandleState, x: object, zero_copy: bool
     ) -> Tensor:
         bf16 = (torch.bfloat16,)
         rows = arguments.check_tensor(
@@ -318,9 +305,10 @@ class LowLatencyCalls:
         )
         if not zero_copy:
             return arguments.check_alignment("x", rows)
-        if state.combine_rows is None:
+        kept = combine_rows_of(state)
+        if kept is None:
             raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
-        return state.combine_rows
+        return kept
 
     def _plan_combine(
         self,
@@ -364,9 +352,10 @@ class LowLatencyCalls:
             "handle", handle[0] if isinstance(handle, (tuple, list)) and handle else handle
         )
         state = self._check_low_latency_handle(handle, context)
-        rows = state.combine_rows
+        rows = combine_rows_of(state)
         if rows is None:
-            rows = state.combine_rows = context.empty(*state.form.rows_shape, dtype=torch.bfloat16)
+            rows = context.empty(*state.form.rows_shape, dtype=torch.bfloat16)
+            keep_combine_rows(state, rows)
         return rows
 
     def clean_low_latency_buffer(
@@ -421,12 +410,15 @@ class LowLatencyCalls:
             raise invalid("enable_shrink", False, "True, when the buffer is made, for masks")
         return context
 
-    def _check_low_latency_handle(self, handle: object, context: DeviceContext) -> LowLatencyState:
-        state: LowLatencyState = context.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+    def _check_low_latency_handle(
+        self, handle: object, context: DeviceContext
+    ) -> _core.LowLatencyHandleState:
+        call = "low_latency_dispatch"
+        state: _core.LowLatencyHandleState = context.check_handle(handle, LowLatencyHandle, call)
         form = state.form
-        words = context.low_latency.routes_words(
-            form.max_tokens, form.top_k, form.num_experts, form.had_weights
-        )
-        if state.routes.numel() != words:
-            raise invalid("handle", f"routes of {state.routes.numel()} words", f"{words}, as at first")
+        local, rows, _ = form.rows_shape
+        sizes = (form.max_tokens, form.top_k, form.num_experts, form.had_weights)
+        lengths = routes_lengths(context.low_latency, *sizes, local * rows)
+        if state.routes.numel() not in lengths:
+            raise invalid("handle", f"routes of {state.routes.numel()} words", f"{lengths[0]}, as at first")
         return state

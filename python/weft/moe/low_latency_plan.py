@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What low-latency calls of one signature have in common: it is checked and planned by the first of them, and kept.
 
-    signature = (x.dtype, x.shape, ..., num_experts, use_fp8, ...)
+    signature = signature_of((x, topk_idx, topk_weights), b"ll_dispatch", num_experts, use_fp8, ...)
     plan = contexts.plans.get(signature) or contexts.keep(signature, DispatchPlan(context, sizes, form, ids, ...))
-    filled = plan.new_outputs()
-    plan.calls.run(x, ..., stream, after, joins)      # one trip into the core
+    recv_x, counts, handle, event, hook = plan.call(x, ...)      # one trip into the core
 
 A signature holds everything but addresses that a check looks at, so a call whose signature is known has nothing left to
 be refused for but where its tensors are.
@@ -12,6 +11,8 @@ be refused for but where its tensors are.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,27 @@ from torch import Tensor
 
 from weft import _core
 from weft.moe.device_context import DeviceContext
+from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sizes
 from weft.moe.low_latency_formats import Format
-from weft.moe.low_latency_handle import low_latency_form
+from weft.moe.low_latency_handle import (
+    LowLatencyHandle,
+    low_latency_form,
+    make_statuses,
+    unused_statuses,
+)
+from weft.runtime import spans
 from weft.runtime.allocation import tensor_form
 
-_OF_HANDLE = (5, 2)  # routes and src_info, which no caller gets but in a handle
+Hook = Callable[[], None]
+
+_OF_HANDLE = (5, 2)  # routes, and src_info behind them: no caller gets these but in a handle
 
 
 class DispatchPlan:
-    """A dispatch's form: sizes, format, what it fills, and the core's calls of it.
+    """A dispatch's form: sizes, format, what it fills, and ``call``: the core's calls of it, results included.
+
+    call(x, global scale, topk_idx, topk_weights, stats, costs, what to fill or None, async_finish, return_recv_hook)
 
     Raises: weft.Error where sizes do not fit the buffer.
     """
@@ -40,7 +52,7 @@ class DispatchPlan:
         self.num_tokens, self.top_k = topk_idx.shape
         rows = (sizes.local_experts, sizes.rows)
         scale_strides = form.scale_strides(rows)
-        self.calls: Any = context.low_latency.plan_dispatch(
+        calls: Any = context.low_latency.plan_dispatch(
             max_tokens=sizes.max_tokens,
             tokens=self.num_tokens,
             top_k=self.top_k,
@@ -75,7 +87,9 @@ class DispatchPlan:
             tensor_form(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        self.new_outputs = context.allocator(*self._forms, together=_OF_HANDLE)
+        make = context.allocator(*self._forms, together=_OF_HANDLE, first_is_whole=True)
+        seen = form.seen if form.is_tiled else None
+        self.call: Any = _core.LowLatencyDispatch(calls, _setting(context), make, self.handle_form, seen)
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
@@ -87,12 +101,48 @@ class DispatchPlan:
 
 
 class CombinePlan:
-    """A combine's form, and the core's calls of it. Raises: weft.Error where sizes do not fit the buffer."""
+    """A combine's form, and ``call``: the core's calls of it, results included.
+
+    call(x, topk_idx, topk_weights, state, out or None, costs, signals, async_finish, return_recv_hook)
+    Raises: weft.Error where sizes do not fit the buffer.
+    """
 
     def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.context = context
-        self.calls: Any = context.low_latency.plan_combine(**form)
-        self.new_outputs = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
+        make = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
+        calls: Any = context.low_latency.plan_combine(**form)
+        self.call: Any = _core.LowLatencyCombine(calls, _setting(context), make)
+
+
+def spanned(name: str, call: Callable[..., Any], has_hook: bool) -> Callable[..., Any]:
+    """Return a call of the core in a span, and its hook, the last of its results, in another one."""
+    if not has_hook:
+        return spans.around(name, call)
+    send = spans.around(f"{name}.send", call)
+
+    def run(*args: Any) -> Any:
+        *results, hook = send(*args)
+        return (*results, spans.around(f"{name}.receive", hook))
+
+    return run
+
+
+def _setting(context: DeviceContext) -> Any:
+    current_stream, ordinal = context.stream_getter
+    finish = functools.partial(_finish, context)
+    statuses = (unused_statuses, make_statuses)
+    return _core.LowLatencySetting(
+        context.stream, current_stream, ordinal, finish, LowLatencyHandle, EventOverlap, *statuses
+    )
+
+
+def _finish(context: DeviceContext, tensors: tuple[Any, ...]) -> EventOverlap:
+    """Return the event of a call with async_finish, which keeps its tensors alive. An entry may be a list of them."""
+    lists = (entry if isinstance(entry, list) else [entry] for entry in tensors)
+    flat = tuple(tensor for entries in lists for tensor in entries if isinstance(tensor, Tensor))
+    event = context.finish(True, flat)
+    event.extra_tensors = flat
+    return event
 
 
 REPLIES = {

@@ -36,11 +36,11 @@ class Turns:
         return min(self._by_last_use, key=lambda context: self._pending[context] > 0)
 
     def check_send(self, context: DeviceContext) -> None:
-        """Refuse a send that would wait for a receive of this rank's own: see low_latency_phases."""
-        late = [name for number, name in context.unreceived.items() if number < context.low_latency_calls]
-        if late and not context.is_capturing:
+        """Refuse a send that would wait for a receive of this rank's own: see src/moe/low_latency.h."""
+        late = context.low_latency.late_receive
+        if late is not None and not context.is_capturing:
             raise Error(
-                f"{late[0]}: still to be called for the exchange before the last one, allowed: at most "
+                f"{late}: still to be called for the exchange before the last one, allowed: at most "
                 f"max_in_flight ({self._max_in_flight}) at once"
             )
 
@@ -50,9 +50,7 @@ class Turns:
             self._by_last_use.remove(context)
             self._by_last_use.append(context)
         self._pending[context] += 1
-        if number := int(sent.number):  # 0 for a captured call, which sends nothing yet
-            context.low_latency_calls = number
-            context.unreceived[number] = receive
+        context.low_latency.note_unreceived(sent.number, receive)
 
     def begin_receive(self, handle: P2PHandle) -> None:
         """Note the receive that follows a handle's last send. It counts also where it fails, of rows that do not fit.
@@ -61,12 +59,12 @@ class Turns:
         """
         context, number = handle.context, int(handle.sent.number)
         if not handle.is_pending:
-            if number and number != context.low_latency_calls:
+            if number and number != context.low_latency.calls:
                 given = "one whose receive failed, and after another send"
                 raise invalid(
                     "handle", given, "the receive once more before that, or no more of this exchange"
                 )
             return
         handle.is_pending = False
-        context.unreceived.pop(number, None)
+        context.low_latency.note_received(number)
         self._pending[context] -= 1

@@ -301,6 +301,7 @@ def _(
     x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, use_fp8: bool, num_ranks: int, key: int
 ) -> _LowLatencyFlat:
     from weft.moe.config import local_experts  # operators do not need weft.moe until a buffer is there
+    from weft.moe.low_latency_handle import routes_lengths
 
     buffer = target_of(key)
     local = local_experts(num_experts, num_ranks, buffer.rank)
@@ -308,16 +309,15 @@ def _(
     rows = x.new_empty(local, most, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
     # Scales are column-major, as matrix units take them.
     scales = x.new_empty(local, hidden // 128, most, dtype=torch.float32).transpose(1, 2)
-    words = buffer.runtime.low_latency.routes_words(
-        int(max_tokens), int(topk_idx.size(1)), int(num_experts), False
-    )
+    mode = buffer.runtime.low_latency
+    words, _ = routes_lengths(mode, max_tokens, topk_idx.size(1), num_experts, False, local * most)
     i32, i64 = torch.int32, torch.int64
     on_cpu = [torch.empty(shape, dtype=i64, device="cpu") for shape in ((), (), (), (8,), (2,))]
     handle = (
         x.new_empty(local, most, dtype=i32),
         x.new_empty(local, num_ranks, dtype=i64),
         *on_cpu[:3],
-        x.new_empty(int(words), dtype=i32),
+        x.new_empty(words, dtype=i32),
         *on_cpu[3:],
     )
     return (  # type: ignore[return-value]

@@ -22,6 +22,7 @@ import torch
 
 from weft import _core
 
+PART_BYTES = 512  # as torch aligns memory of its own on GPUs
 TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides in elements, type
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -93,6 +94,8 @@ class OutputMaker:
         together: the places of contiguous forms of one type that lie in one memory: of no results that a caller may
             free, but each piece of memory costs the host as much as all else of a tensor.
         part_bytes: each of those begins at a multiple of it.
+        first_is_whole: the first of those is all of their memory, longer than its form, and without a shape. That saves
+            one part.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class OutputMaker:
         device: torch.device,
         large: Callable[[TensorForm], torch.Tensor],
         together: Sequence[int] = (),
-        part_bytes: int = 512,  # as torch aligns memory of its own on GPUs
+        part_bytes: int = PART_BYTES,
+        first_is_whole: bool = False,
     ) -> None:
         self._device, self._large, self._count = device, large, len(forms)
         self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
@@ -110,8 +114,9 @@ class OutputMaker:
             place, shape, _, offset = self._parts[-1]
             form = forms[place]
             assert form is not None
-            # Without a place among the results.
-            self._memory.append((len(forms), tensor_form((offset + math.prod(shape),), form[2])))
+            whole = tensor_form((offset + math.prod(shape),), form[2])
+            no_place = len(forms)
+            self._memory.append((self._parts.pop(0)[0] if first_is_whole else no_place, whole))
 
     def shortest(self) -> Callable[[], list[Any]]:
         """Return what makes the same tensors in fewer steps, where torch has its short ways; else this object."""
@@ -153,8 +158,13 @@ def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int], part_
         if form is not None:
             shape, strides, dtype = form
             parts.append((place, shape, strides, end))
-            end += -(-math.prod(shape) * dtype.itemsize // part_bytes) * part_bytes // dtype.itemsize
+            end += padded(math.prod(shape), dtype.itemsize, part_bytes)
     return parts
+
+
+def padded(count: int, item_bytes: int, part_bytes: int = PART_BYTES) -> int:
+    """Return how many elements a part takes of its memory, where another one follows it."""
+    return -(-count * item_bytes // part_bytes) * part_bytes // item_bytes
 
 
 def _is_large(form: TensorForm) -> bool:
@@ -175,10 +185,12 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 __all__ = [
+    "PART_BYTES",
     "OutputMaker",
     "TensorForm",
     "new_on_cuda",
     "new_on_host",
+    "padded",
     "part_of",
     "strides_in_order",
     "tensor_form",

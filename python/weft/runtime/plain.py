@@ -31,14 +31,17 @@ def plain_address_by_python(value: object) -> int:
     return value.data_ptr() if value.untyped_storage().nbytes() >= needed else 0
 
 
-def plain_forms_by_python(*values: torch.Tensor | None) -> object:
+def signature_by_python(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Hashable:
     try:
-        return _plain_forms(values)
+        forms = _plain_forms(tensors)
+        signature = (forms, *((type(option), option) for option in options))
+        hash(signature)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # of what only looks like a tensor
         return ()
+    return signature if forms else ()
 
 
-def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> object:
+def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> Hashable:
     forms: list[Any] = []
     for value in values:
         if value is None:
@@ -58,10 +61,11 @@ _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_T
 # (value) -> where a tensor's elements lie in a row; 0 where that is to be asked: of an empty tensor, too. A complex
 # tensor may be conjugated, which its memory does not show; it is the caller's to look.
 plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
-# (*values) -> what a call's signature has of tensors: type, shape and device of each, whether it begins where rows may,
-# and which are None. It is empty where one of them is not plain, and has to be checked.
-plain_forms: Callable[..., Hashable] = _core.plain_forms if _core_reads else plain_forms_by_python
+# (tensors, *options) -> a call's signature: type, shape and device of each tensor, whether it begins where rows may,
+# and which are None; and the options: bytes, numbers, True, False or None. It is empty where a tensor is not plain, or
+# an option is something else: then the call has to be checked.
+signature_of: Callable[..., Hashable] = _core.signature_of if _core_reads else signature_by_python
 # (*values) -> where they begin: the same bytes as before, unless one has moved or lost its memory.
 addresses: Callable[..., bytes] = _core.addresses
 
-__all__ = ["PLAIN_TYPES", "addresses", "plain_address", "plain_forms"]
+__all__ = ["PLAIN_TYPES", "addresses", "plain_address", "signature_of"]

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls of a low-latency form that was planned once: what weft._core.LowLatencyDispatchCalls and LowLatencyDispatch
+// (low_latency_whole.cc) have in common. The GIL is not held while they run.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
+
+#include "bind/bind.h"
+#include "bind/tensors.h"
+#include "moe/low_latency.h"
+
+namespace weft {
+
+void bind_low_latency_whole(nanobind::module_& module);
+
+// A call whose rows were sent, until its hook runs.
+template <class Planned, class Memory>
+struct SentCall {
+  std::shared_ptr<const Planned> plan;
+  Memory memory;
+  uint32_t ticket;
+  uint64_t number;  // among the calls of the buffer; 0 for one that a graph captured
+  void* stream;
+};
+
+using SentDispatch = SentCall<PlannedDispatch, LowLatencyDispatchMemory>;
+using SentCombine = SentCall<PlannedCombine, LowLatencyCombineMemory>;
+
+template <class Planned, class Memory>
+class FormCalls {
+ public:
+  using Sent = SentCall<Planned, Memory>;
+
+  FormCalls(LowLatency& mode, Planned plan)
+      : mode_(&mode), plan_(std::make_shared<const Planned>(std::move(plan))) {}
+
+  LowLatency& mode() const { return *mode_; }
+
+  // Both phases, after what `after` has got, on `stream` or, where they join `after`, there.
+  void run(const Memory& memory, void* stream, void* after, bool joins) const {
+    nanobind::gil_scoped_release released;
+    check(check_ids(memory));
+    const LowLatencyRun run = value_or_throw(mode_->begin_run(stream, after, joins));
+    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, run.stream));
+    check(mode_->end_run(run));
+  }
+
+  Sent send(const Memory& memory, void* stream) const {
+    nanobind::gil_scoped_release released;
+    check(check_ids(memory));
+    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
+    const uint32_t ticket = mode_->next_ticket();
+    check(mode_->launch(*plan_, memory, ticket, kPhaseSend, stream));
+    check(mode_->end_phase(stream, is_captured));
+    return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
+  }
+
+  void receive(const Sent& sent) const {
+    nanobind::gil_scoped_release released;
+    receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
+  }
+  // A call that another form sent, perhaps: outputs may differ.
+  void receive_into(const Memory& memory, uint32_t ticket, void* stream) const {
+    nanobind::gil_scoped_release released;
+    receive(*plan_, memory, ticket, stream);
+  }
+
+ private:
+  void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) const {
+    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
+    check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
+    check(mode_->end_phase(stream, is_captured));
+  }
+  Status check_ids(const Memory& memory) const {
+    const auto& form = plan_->form;
+    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts);
+  }
+
+  LowLatency* mode_;
+  std::shared_ptr<const Planned> plan_;
+};
+
+using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
+using CombineCalls = FormCalls<PlannedCombine, LowLatencyCombineMemory>;
+
+inline LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x_scales,
+                                                TensorAddress topk_idx, TensorAddress topk_weights,
+                                                TensorAddress expert_stats, TensorAddress wait_cycles,
+                                                TensorAddress out, TensorAddress out_scales,
+                                                TensorAddress src_info, TensorAddress layout_range,
+                                                TensorAddress counts, TensorAddress routes,
+                                                TensorAddress out_weights, TensorAddress out_source) {
+  return {pointer<std::byte>(x),          pointer<std::byte>(x_scales),   pointer<void>(topk_idx),
+          pointer<float>(topk_weights),   pointer<int32_t>(expert_stats), pointer<uint64_t>(wait_cycles),
+          pointer<std::byte>(out),        pointer<uint32_t>(out_scales),  pointer<int32_t>(src_info),
+          pointer<int64_t>(layout_range), pointer<int32_t>(counts),       pointer<int32_t>(routes),
+          pointer<float>(out_weights),    pointer<int32_t>(out_source)};
+}
+
+inline LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress topk_idx,
+                                              TensorAddress topk_weights, TensorAddress routes,
+                                              TensorAddress combined, TensorAddress wait_cycles,
+                                              TensorAddress signals) {
+  return {pointer<std::byte>(x),     pointer<void>(topk_idx),      pointer<float>(topk_weights),
+          pointer<int32_t>(routes),  pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
+          pointer<uint32_t>(signals)};
+}
+
+}  // namespace weft

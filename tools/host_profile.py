@@ -9,6 +9,8 @@ It prints first what single steps of a call cost on this machine. Steps of the d
 is printed beside them. Then it prints a table of times, and for each call:
 
 * the time until it returns, back to back: median and least of the repeats;
+* on GPUs, the goal, and what it comes to on this machine: the goal machine's launches and tensors took less time, so a
+  goal grows as the sum of those that the call is made of;
 * that time with the GPU's work;
 * on GPUs, its time in a CUDA graph if it can be captured;
 * from a second run, the part that passes in the core, the driver's included;
@@ -49,7 +51,7 @@ from weft.runtime.progress import progress
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
 BATCH = 20  # calls between two waits for the GPU: far fewer than a stream can hold
-# Until a call returns, on a machine where torch.empty takes 2 us and a bare launch 3.
+# Until a call returns, on a machine where a bare launch takes 3 us and torch.empty 2.
 GOALS_US = {
     "low_latency pair": 25.0,
     "low_latency pair, hooks": 25.0,
@@ -61,6 +63,18 @@ GOALS_US = {
     "all_reduce 1 KiB": 8.0,
     "all_reduce 32 KiB": 8.0,
     "all_reduce 256 KiB": 8.0,
+}
+_LAUNCH, _TENSOR = "a launch without a tensor (_sleep)", "torch.empty"
+_GOAL_PRICES_US = {_LAUNCH: 3.0, _TENSOR: 2.0}
+# What a call is made of at least: launches, a memset among them, and pieces of memory for tensors.
+_NEEDS = {
+    "low_latency pair": (2, 6),
+    "low_latency pair, hooks": (4, 6),
+    "layout": (2, 2),
+    "dispatch, cached": (1, 1),
+    "dispatch, cached, FP8": (1, 2),
+    "combine": (1, 1),
+    "barrier": (1, 0),
 }
 # Cached dispatches are not: a graph keeps what each of them receives.
 CAPTURED = ("low_latency", "layout", "combine", "barrier", "all_reduce", "all_gather", "broadcast")
@@ -76,6 +90,14 @@ class Measured:
     graph_us: float | None  # on GPUs, of calls that can be captured
     in_core_us: float = 0.0
     profile: pstats.Stats | None = None
+    floor_us: float | None = None  # its launches and tensors, one by one, on this machine
+
+    @property
+    def goal_here_us(self) -> float | None:
+        """The goal, as slow as this machine is."""
+        if self.floor_us is None or self.name not in GOALS_US:
+            return None
+        return GOALS_US[self.name] * self.floor_us / _needed_us(self.name, _GOAL_PRICES_US)
 
     def entered(self, args: argparse.Namespace) -> tuple[float, float]:
         """Return how many Python and how many C functions one call enters."""
@@ -95,6 +117,8 @@ class Measured:
         extra: dict[str, float | None] = {
             "enqueue_us": round(statistics.median(self.enqueue_us), 2),
             "goal_us": GOALS_US.get(self.name),
+            "goal_here_us": _rounded(self.goal_here_us),
+            "host_floor_us": _rounded(self.floor_us),
             "in_core_us": round(self.in_core_us, 2),
             "graph_us": self.graph_us,
             "python_calls": round(python_calls),
@@ -102,6 +126,16 @@ class Measured:
         }
         known = {name: value for name, value in extra.items() if value is not None}
         return Row(self.name, "", args.tokens or None, 0, self.eager_us, extra=known)
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 2)
+
+
+def _needed_us(name: str, prices_us: dict[str, float]) -> float:
+    """Return what the launches and tensors of a call take, one by one."""
+    launches, tensors = _NEEDS.get(name, (1, 0))
+    return launches * prices_us[_LAUNCH] + tensors * prices_us[_TENSOR]
 
 
 def main() -> None:
@@ -130,6 +164,9 @@ def main() -> None:
             for name, call in bar.track(calls.items(), description="times of calls")
         ]
         if rank == 0:
+            if _LAUNCH in steps:
+                for one in measured:
+                    one.floor_us = _needed_us(one.name, steps)
             _print_times(measured)  # all that is there, should the rest be cut off
         spent = _show_core(args)
         for one in bar.track(measured, description="the core, functions"):
@@ -331,23 +368,25 @@ def _finish(args: argparse.Namespace) -> None:
 
 def _show_core(args: argparse.Namespace) -> list[int]:
     """Let profiles see calls of the core: a Python function in front of each method. Returns the ns spent in them."""
-    spent = [0]
+    spent, depth = [0], [0]  # a call of the core may make another one
     clock = _clock(args)
 
     def shown(name: str, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             began = clock()
+            depth[0] += 1
             try:
                 return method(*args, **kwargs)
             finally:
-                spent[0] += clock() - began
+                depth[0] -= 1
+                spent[0] += clock() - began if depth[0] == 0 else 0
 
         call.__code__ = call.__code__.replace(co_name=f"core.{name}")
         return call
 
     for kind in (value for value in vars(_core).values() if isinstance(value, type)):
         for name, method in list(vars(kind).items()):
-            if type(method).__name__ == "nb_method" and not name.startswith("__"):
+            if type(method).__name__ == "nb_method" and (name == "__call__" or not name.startswith("__")):
                 setattr(kind, name, shown(f"{kind.__name__}.{name}", method))
     return spent
 
@@ -430,7 +469,7 @@ def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
 
 def _print_times(measured: list[Measured]) -> None:
     """Print a line for each call. "first" and "last": the median of the first and the last quarter of its batches."""
-    print(f"\n{'until it returns, us':34} {'median':>8} {'least':>8} {'first':>8} {'last':>8} {'goal':>6}")
+    print(f"\n{'until it returns, us':34} {'median':>8} {'least':>8} {'first':>8} {'last':>8} {'goal':>6} {'here':>6}")
     quarter = BATCH // 4
     for one in measured:
         places = [one.enqueue_us[i::BATCH] for i in range(BATCH)]
@@ -438,10 +477,13 @@ def _print_times(measured: list[Measured]) -> None:
             statistics.median(us for of in part for us in of)
             for part in (places[:quarter], places[-quarter:])
         )
-        goal = GOALS_US.get(one.name)
+        goals = "".join(
+            f" {'' if us is None else format(us, '.0f'):>6}"
+            for us in (GOALS_US.get(one.name), one.goal_here_us)
+        )
         columns = (statistics.median(one.enqueue_us), min(one.enqueue_us), first, last)
         shown = " ".join(f"{us:8.1f}" for us in columns)
-        print(f"{one.name:34} {shown} {'' if goal is None else format(goal, '.0f'):>6}", flush=True)
+        print(f"{one.name:34} {shown}{goals}", flush=True)
 
 
 def _print(one: Measured, args: argparse.Namespace) -> None:
@@ -451,6 +493,8 @@ def _print(one: Measured, args: argparse.Namespace) -> None:
     print(f"\n== {one.name}: enqueue {statistics.median(one.enqueue_us):.1f} us (least {least:.1f})", end="")
     if one.name in GOALS_US:
         print(f", goal {GOALS_US[one.name]:.0f}", end="")
+    if one.goal_here_us is not None:
+        print(f" (here {one.goal_here_us:.0f})", end="")
     print(
         f", in the core {one.in_core_us:.1f}, with its work {statistics.median(one.eager_us):.1f} us", end=""
     )

@@ -36,8 +36,6 @@ constexpr uint64_t kHostMessageBytes = 4 << 20;
 // has few of both, so that small buffers take several rounds as large ones do on GPUs.
 constexpr uint32_t kHostExchangeBlocks = 2, kCudaExchangeBlocks = 128;
 constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
-constexpr uint32_t kHostStageUnits = 256, kCudaStageUnits = 1024;
-
 // Each rank shows a number in its own memory; who can read it may read everything there.
 struct MemoryProbe {
   uint32_t process;
@@ -101,7 +99,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
                            : is_host                                  ? kHostExchangeBlocks
                                                                       : kCudaExchangeBlocks;
   wanted.region_units = is_host ? kHostRegionUnits : kCudaRegionUnits;
-  wanted.stage_units = is_host ? kHostStageUnits : kCudaStageUnits;
+  wanted.stage_units = exchange_stage_units(wanted.ranks, !is_host);
   const RingPlan plan = plan_rings(wanted);
   const Device device = comm->device();
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));

@@ -16,6 +16,9 @@ constexpr uint64_t kUnitBytes = 16;
 // Of an exchange: one value per thread and round where there are blocks enough. A thread that adds eight
 // sources at once needs more registers than blocks of 512 threads leave it.
 constexpr uint32_t kExchangeThreads = 256;
+// Large sums wait for what they load, and gain by more threads. With few ranks their registers suffice.
+constexpr uint32_t kSumThreads = 512, kFewRanks = 4;
+constexpr uint64_t kLargeSumUnits = 2048;  // of a block
 constexpr uint32_t kLeastSliceUnits = 8;
 // Bulk copies fill the links from few SMs, loads and stores need most (docs/hardware.md).
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
@@ -27,6 +30,9 @@ constexpr uint64_t kTakenBytes = 192 << 10, kLeastTakenPieceBytes = 512;
 // What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
+// Each slice waits for its stores and a signal. Blocks of few ranks have fewer peers to store to meanwhile, so they get
+// larger areas: those of a rank take 64 MiB up to eight ranks, as there are 128 blocks.
+constexpr uint32_t kHostStageUnits = 256, kLeastCudaStageUnits = 1024, kMostCudaStageUnits = 4096;
 
 uint64_t ceil_div(uint64_t a, uint64_t b) {
   return (a + b - 1) / b;
@@ -56,6 +62,12 @@ uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slic
   return static_cast<uint32_t>(std::clamp<uint64_t>(useful, 1, most));
 }
 
+// `fair`: units of a block, of each part.
+uint32_t exchange_threads(const ExchangeSize& size, uint64_t fair) {
+  const bool adds_much = size.way != ExchangeWay::kLines && !pushes(size) && fair >= kLargeSumUnits;
+  return adds_much && size.ranks <= kFewRanks ? kSumThreads : kExchangeThreads;
+}
+
 // Of a bulk copy, where so many warps make them.
 uint32_t piece_bytes(const ExchangeSize& size, uint64_t pipes) {
   const bool is_taken = size.kind == Exchange::kBroadcast && exchange_owners(size.kind, size.ranks) > 1;
@@ -67,6 +79,11 @@ uint32_t piece_bytes(const ExchangeSize& size, uint64_t pipes) {
 }
 
 }  // namespace
+
+uint32_t exchange_stage_units(uint32_t ranks, bool is_cuda) {
+  if (!is_cuda) return kHostStageUnits;
+  return std::clamp(8 * kLeastCudaStageUnits / ranks, kLeastCudaStageUnits, kMostCudaStageUnits) / 2 * 2;
+}
 
 RingPlan plan_rings(const RingOptions& options) {
   RingPlan plan{};
@@ -135,8 +152,8 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   const uint64_t units = ceil_div(ceil_div(size.bytes, kUnitBytes), sharers(size));
   const uint64_t wanted = std::max(kLeastSliceUnits, kExchangeThreads / (size.ranks - 1) / 8 * 8);
   plan.grid.blocks = exchange_blocks(size, units, wanted, layout, num_sms, limits);
-  plan.grid.threads_per_block = limits.is_cuda ? kExchangeThreads : 1;
   const uint64_t fair = ceil_div(units, plan.grid.blocks);
+  plan.grid.threads_per_block = limits.is_cuda ? exchange_threads(size, fair) : 1;
   plan.slice_units = static_cast<uint32_t>(
       std::min<uint64_t>(layout.region_units, std::max<uint64_t>(fair, kLeastSliceUnits)));
   const uint64_t staged = std::max(ceil_div(fair, kSlicesPerBlock), kLeastStagedUnits);

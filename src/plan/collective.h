@@ -18,9 +18,12 @@ struct RingOptions {
   uint64_t slot_bytes[kProtocols];  // multiples of 256
   uint32_t exchange_blocks = 0;
   uint32_t region_units = 0;  // of a block's region in an inbox
-  uint32_t stage_units = 0;   // of a block's staging area for one sender
+  uint32_t stage_units = 0;   // of exchange_stage_units()
   bool has_ports = false;     // messages to some peers start in an outbox
 };
+
+// Units of a block's staging area for one sender (docs/decisions/0077-larger-stages-for-few-ranks.md).
+uint32_t exchange_stage_units(uint32_t ranks, bool is_cuda);
 
 // Rings and counters, from offset 0 of every window.
 struct RingPlan {

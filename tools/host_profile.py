@@ -469,7 +469,9 @@ def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
 
 def _print_times(measured: list[Measured]) -> None:
     """Print a line for each call. "first" and "last": the median of the first and the last quarter of its batches."""
-    print(f"\n{'until it returns, us':34} {'median':>8} {'least':>8} {'first':>8} {'last':>8} {'goal':>6} {'here':>6}")
+    print(
+        f"\n{'until it returns, us':34} {'median':>8} {'least':>8} {'first':>8} {'last':>8} {'goal':>6} {'here':>6}"
+    )
     quarter = BATCH // 4
     for one in measured:
         places = [one.enqueue_us[i::BATCH] for i in range(BATCH)]

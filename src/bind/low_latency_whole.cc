@@ -37,11 +37,6 @@ TensorAddress address_of(nb::handle tensor) {
   return address;
 }
 
-bool is_nothing(TensorAddress address) {
-  const TensorAddress nowhere = {16};  // of an empty tensor
-  return address.value <= nowhere.value;
-}
-
 // What a dispatch leaves for its combine: weft/moe/low_latency_handle.py, LowLatencyHandle.
 class HandleState {
  public:
@@ -67,7 +62,7 @@ class HandleState {
   uint64_t place() const { return address_of(routes).value; }
   int64_t* words() const {
     const TensorAddress at = address_of(status);
-    return is_nothing(at) ? nullptr : pointer<int64_t>(at);
+    return at.has_elements() ? pointer<int64_t>(at) : nullptr;
   }
 
   uint64_t place_;  // of the routes while nobody else has them
@@ -77,14 +72,18 @@ class HandleState {
 // Launches the receive phase, once, and keeps the call's tensors alive until then.
 class ReceiveHook {
  public:
-  ReceiveHook(LowLatency& mode, uint64_t number, std::function<void()> receive, nb::object calls,
+  ReceiveHook(nb::object calls, LowLatency& mode, uint64_t number, std::function<void()> receive,
               nb::object tensors, nb::object state)
-      : mode_(&mode),
-        number_(number),
-        receive_(std::move(receive)),
-        calls(std::move(calls)),
+      : calls(std::move(calls)),
         tensors(std::move(tensors)),
-        state(std::move(state)) {}
+        state(std::move(state)),
+        mode_(&mode),
+        number_(number),
+        receive_(std::move(receive)) {}
+
+  nb::object calls;    // which keep the mode alive
+  nb::object tensors;  // None once it has run
+  nb::object state;    // of the handle; None for a combine
 
   void call() {
     if (tensors.is_none())
@@ -97,12 +96,8 @@ class ReceiveHook {
 
  private:
   LowLatency* mode_;
-  uint64_t number_;
+  uint64_t number_;  // of the call; 0 for one that a graph captured
   std::function<void()> receive_;
-
- public:
-  nb::object calls;  // which keep `mode_` alive
-  nb::object tensors, state;
 };
 
 // For Python's collector: the objects that one of a bound class holds.
@@ -122,8 +117,8 @@ struct Collected {
     return 0;
   }
   static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
-                                          {Py_tp_clear, reinterpret_cast<void*>(&clear)},
-                                          {0, nullptr}};
+                                       {Py_tp_clear, reinterpret_cast<void*>(&clear)},
+                                       {0, nullptr}};
 };
 
 // What calls of one device have in common, and the classes of what they return.
@@ -145,8 +140,7 @@ class LowLatencySetting {
 
   void* stream() const { return pointer<void>(stream_); }
   void* current_stream() const {
-    return current_stream_.is_none() ? nullptr
-                                     : pointer<void>(nb::cast<uint64_t>(current_stream_(ordinal_)));
+    return current_stream_.is_none() ? nullptr : pointer<void>(nb::cast<uint64_t>(current_stream_(ordinal_)));
   }
   nb::object event(bool async_finish, const nb::object& tensors) const {
     return async_finish ? finish_(tensors) : bare(event_type_, 0);
@@ -220,7 +214,7 @@ class Whole {
     calls().mode().note_unreceived(number, name_);
     auto receive = [calls = &calls(), sent = std::move(sent)] { calls->receive(sent); };
     return {setting_.event(false, tensors),
-            nb::cast(ReceiveHook(calls().mode(), number, std::move(receive), calls_, tensors, state))};
+            nb::cast(ReceiveHook(calls_, calls().mode(), number, std::move(receive), tensors, state))};
   }
 
  private:
@@ -250,11 +244,11 @@ class WholeDispatch : Whole<DispatchCalls> {
     nb::object out[8];
     for (Py_ssize_t i = 0; i < 8; ++i) out[i] = made(PySequence_GetItem(filled.ptr(), i));
     const auto& [rows, scales, src_info, layout_range, counts, routes, weights, sources] = out;
-    const LowLatencyDispatchMemory memory = dispatch_memory(
-        address_of(x), address_of(x_scales), address_of(topk_idx), address_of(topk_weights),
-        address_of(expert_stats), address_of(wait_cycles), address_of(rows), address_of(scales),
-        address_of(src_info), address_of(layout_range), address_of(counts), address_of(routes),
-        address_of(weights), address_of(sources));
+    const LowLatencyDispatchMemory memory =
+        dispatch_memory(address_of(x), address_of(x_scales), address_of(topk_idx), address_of(topk_weights),
+                        address_of(expert_stats), address_of(wait_cycles), address_of(rows),
+                        address_of(scales), address_of(src_info), address_of(layout_range),
+                        address_of(counts), address_of(routes), address_of(weights), address_of(sources));
     const nb::object status = setting().status(!returns_hook);
     const nb::object state = nb::cast(HandleState(form_, routes, status));
     const nb::tuple tensors =
@@ -290,10 +284,9 @@ class WholeCombine : Whole<CombineCalls> {
                  bool returns_hook) const {
     const nb::object combined =
         given.is_none() ? made(PySequence_GetItem(new_outputs().ptr(), 0)) : std::move(given);
-    const LowLatencyCombineMemory memory =
-        combine_memory(address_of(x), address_of(topk_idx), address_of(topk_weights),
-                       address_of(state.routes), address_of(combined), address_of(wait_cycles),
-                       address_of(signals));
+    const LowLatencyCombineMemory memory = combine_memory(
+        address_of(x), address_of(topk_idx), address_of(topk_weights), address_of(state.routes),
+        address_of(combined), address_of(wait_cycles), address_of(signals));
     const nb::tuple tensors =
         nb::make_tuple(x, topk_idx, topk_weights, state.routes, combined, wait_cycles, signals);
     const Started started = start(memory, tensors, nb::none(), async_finish, returns_hook);
@@ -304,9 +297,8 @@ class WholeCombine : Whole<CombineCalls> {
 }  // namespace
 
 void bind_low_latency_whole(nb::module_& module) {
-  using StateCollected =
-      Collected<HandleState, &HandleState::form, &HandleState::routes, &HandleState::status,
-                &HandleState::kept_rows>;
+  using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
+                                   &HandleState::status, &HandleState::kept_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
       .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("form"), nb::arg("routes"),
            nb::arg("status"))

@@ -19,8 +19,6 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-constexpr uint64_t kNowhere = 16;  // where an empty tensor is: no address of anything
-
 // Version 1 of the table that types of tensors point to, as far as it is used here.
 struct ExchangeTable {
   uint32_t major, minor;
@@ -259,7 +257,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
   if (torch_table && is_plain_type(value)) {
     if (torch_table->describe(value, &tensor) == 0) {
       const auto at = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
-      address.value = at == 0 ? kNowhere : at;
+      address.value = at == 0 ? TensorAddress::kNoElements : at;
       return true;
     }
     PyErr_Clear();
@@ -271,7 +269,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
     PyErr_Clear();
     return false;
   }
-  address.value = at == 0 ? kNowhere : at;
+  address.value = at == 0 ? TensorAddress::kNoElements : at;
   return true;
 }
 

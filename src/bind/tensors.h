@@ -9,7 +9,11 @@ namespace weft {
 
 // Where the elements of a tensor begin. An empty tensor has an address, too; None has none, which is 0.
 struct TensorAddress {
+  static constexpr uint64_t kNoElements = 16;  // where an empty tensor is: no address of anything
+
   uint64_t value = 0;
+
+  bool has_elements() const { return value > kNoElements; }
 };
 
 template <class T>

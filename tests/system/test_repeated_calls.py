@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -263,6 +265,128 @@ def _barrier_of_streams(rank: Rank) -> None:
 
 def test_the_barrier_of_streams_waits_for_all_ranks() -> None:
     run_ranks(3, _barrier_of_streams)
+
+
+# -- low latency -------------------------------------------------------------------------------------------------------
+
+
+class _Pair:
+    """A low-latency buffer and calls on it."""
+
+    def __init__(self, rank: Rank) -> None:
+        room = Buffer.get_low_latency_rdma_size_hint(8, 256, rank.size, 2 * rank.size)
+        self.buffer = Buffer(rank.group, 0, room, low_latency_mode=True, device="cpu")
+        self.experts = 2 * rank.size
+        self.idx = torch.arange(10).view(5, 2) % self.experts
+        self.weights = torch.rand(5, 2)
+
+    def dispatch(self, x: torch.Tensor, **options: Any) -> Any:
+        return self.buffer.low_latency_dispatch(x, self.idx, 8, self.experts, use_fp8=False, **options)
+
+    def combine(self, rows: torch.Tensor, handle: Any, **options: Any) -> Any:
+        return self.buffer.low_latency_combine(rows, self.idx, self.weights, handle, **options)
+
+    def both(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows, _, handle, _, hook = self.dispatch(x, **options)
+        if hook is not None:
+            hook()
+        combined, _, hook = self.combine(rows, handle, **options)
+        if hook is not None:
+            hook()
+        made: torch.Tensor = combined
+        return made
+
+
+def _few_low_latency_steps(rank: Rank) -> None:
+    pair, x = _Pair(rank), torch.randn(5, 256).bfloat16()
+    for options in ({}, {"return_recv_hook": True}):
+        for _ in range(3):
+            pair.both(x, **options)
+        assert python_calls(lambda options=options: pair.both(x, **options)) <= 12  # type: ignore[misc]
+
+
+def test_repeated_low_latency_calls_take_few_steps() -> None:
+    run_ranks(2, _few_low_latency_steps)
+
+
+def _hooks(rank: Rank) -> None:
+    pair = _Pair(rank)
+    for turn in range(3):  # the first plans
+        x = torch.randn(5, 256).bfloat16()
+        rows, _, handle, _, hook = pair.dispatch(x, return_recv_hook=True)
+        with pytest.raises(Error, match="handle: got that of a dispatch whose hook has not run"):
+            pair.combine(rows, handle)
+        hook()
+        with pytest.raises(Error, match=r"^hook: called a second time"):
+            hook()
+        combined, _, hook = pair.combine(rows, handle, return_recv_hook=True)
+        hook()
+        expected = x.float() * pair.weights.sum(1, keepdim=True)
+        assert torch.allclose(combined.float(), expected, rtol=0.05, atol=0.05), turn
+
+
+def test_a_hook_runs_once_and_before_the_combine() -> None:
+    run_ranks(2, _hooks)
+
+
+def _hook_in_a_cycle(rank: Rank) -> None:
+    pair = _Pair(rank)
+    for _ in range(2):
+        x = torch.randn(5, 256).bfloat16()
+        _, _, handle, _, hook = pair.dispatch(x, return_recv_hook=True)
+        hook()
+        _, _, waiting = pair.combine(
+            torch.zeros(2, 8 * rank.size, 256).bfloat16(), handle, return_recv_hook=True
+        )
+        waiting()
+        kept = pair.dispatch(x, return_recv_hook=True)
+        x.hook = kept[-1]  # type: ignore[attr-defined]  # which holds x
+        kept[-1]()
+        held = pair.dispatch(x, return_recv_hook=True)[-1]
+        x.hook = held  # type: ignore[attr-defined]
+        alive = weakref.ref(x)
+        del x, handle, hook, waiting, kept
+        gc.collect()
+        assert alive() is not None  # by the hook that is still to be run
+        held()
+        del held
+        gc.collect()
+        assert alive() is None
+
+
+def test_a_hook_keeps_its_tensors_until_it_has_run() -> None:
+    run_ranks(2, _hook_in_a_cycle)
+
+
+def _dropped_hook_in_a_cycle(rank: Rank) -> None:
+    pair = _Pair(rank)
+    pair.both(torch.randn(5, 256).bfloat16())
+    x = torch.randn(5, 256).bfloat16()
+    x.hook = pair.dispatch(x, return_recv_hook=True)[-1]  # type: ignore[attr-defined]
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_dropped_hook_in_a_cycle_is_collected() -> None:
+    run_ranks(2, _dropped_hook_in_a_cycle)
+
+
+def _spans(rank: Rank) -> None:
+    pair, x = _Pair(rank), torch.randn(5, 256).bfloat16()
+    pair.both(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        wanted = pair.both(x)
+        got = pair.both(x, return_recv_hook=True)
+    assert torch.equal(got, wanted)
+    names = {event.key for event in profile.key_averages() if event.key.startswith("weft::")}
+    calls = ("low_latency_dispatch", "low_latency_combine")
+    assert names == {f"weft::{call}{part}" for call in calls for part in ("", ".send", ".receive")}
+
+
+def test_a_profiler_sees_both_phases() -> None:
+    run_ranks(1, _spans)
 
 
 # -- under torch function modes ----------------------------------------------------------------------------------------

@@ -153,9 +153,10 @@ def test_a_cable_that_is_back_in_time_is_not_noticed(program: Path, tmp_path: Pa
             time.sleep(1)
             made.plug(1)
             time.sleep(1)
-        assert all(worker.poll() is None for worker in workers)
+        are_on = [worker.poll() is None for worker in workers]
         for worker in workers:
             os.killpg(worker.pid, signal.SIGKILL)
+        assert all(are_on), _printed(workers)
 
 
 NO_WAY = """

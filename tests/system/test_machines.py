@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -155,7 +153,7 @@ def test_a_cable_that_is_back_in_time_is_not_noticed(program: Path, tmp_path: Pa
             time.sleep(1)
         are_on = [worker.poll() is None for worker in workers]
         for worker in workers:
-            os.killpg(worker.pid, signal.SIGKILL)
+            worker.kill()
         assert all(are_on), _printed(workers)
 
 

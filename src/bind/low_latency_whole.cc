@@ -309,8 +309,7 @@ void bind_low_latency_whole(nb::module_& module) {
       .def_prop_ro("group_key", [](const HandleState& self) { return self.form.attr("group_key"); })
       .def_prop_ro("is_in_place", &HandleState::is_in_place)
       .def_prop_ro("is_received", &HandleState::is_received)
-      .def_prop_ro("is_ready", [](HandleState& self) { return self.is_in_place() && self.is_received(); })
-      .def("receive", &HandleState::receive);
+      .def_prop_ro("is_ready", [](HandleState& self) { return self.is_in_place() && self.is_received(); });
 
   using HookCollected =
       Collected<ReceiveHook, &ReceiveHook::calls, &ReceiveHook::tensors, &ReceiveHook::state>;

@@ -310,11 +310,6 @@ class DeviceContext(RuntimeFacts):
         stream: int = current_stream(self._ordinal) if self.is_cuda else 0
         return stream
 
-    @property
-    def stream_getter(self) -> tuple[Callable[[int], int] | None, int]:
-        """What gives current_stream, and its argument; None on the CPU."""
-        return (current_stream, self._ordinal) if self.is_cuda else (None, 0)
-
     def order(self, previous: EventHandle | None, async_finish: bool) -> Order:
         """Return how the core is to order a call; order it after ``previous``, if there is one."""
         if not self.is_cuda:

@@ -31,6 +31,7 @@ from weft.moe.low_latency_handle import (
 )
 from weft.runtime import spans
 from weft.runtime.allocation import tensor_form
+from weft.runtime.streams import current_stream
 
 Hook = Callable[[], None]
 
@@ -128,11 +129,11 @@ def spanned(name: str, call: Callable[..., Any], has_hook: bool) -> Callable[...
 
 
 def _setting(context: DeviceContext) -> Any:
-    current_stream, ordinal = context.stream_getter
+    of_cuda = (current_stream, context.device.index) if context.is_cuda else (None, 0)
     finish = functools.partial(_finish, context)
     statuses = (unused_statuses, make_statuses)
     return _core.LowLatencySetting(
-        context.stream, current_stream, ordinal, finish, LowLatencyHandle, EventOverlap, *statuses
+        context.stream, *of_cuda, finish, LowLatencyHandle, EventOverlap, *statuses
     )
 
 

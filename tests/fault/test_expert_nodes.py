@@ -17,7 +17,7 @@ import pytest
 import torch
 from expert_calls import MODES, Calls
 from port_nodes import nodes
-from test_machines import _printed, _start, _wait_for
+from test_machines import _printed, _start, _wait_for_marks
 
 import weft
 from weft.testing import machines
@@ -157,7 +157,7 @@ for calls in buffers.values():
     calls.combine()
     calls.dispatch()
 torch.distributed.barrier()
-open(f"{{folder}}/going{{rank}}", "w").close()
+open(f"{{folder}}/going{{rank}}", "w").write(".")
 while not os.path.exists(f"{{folder}}/pulled"):
     time.sleep(0.02)
 for mode, calls in buffers.items():
@@ -181,7 +181,7 @@ def _pull(folder: Path, back_after_s: float, timeout_s: float) -> list[str]:
     program.write_text(CABLE)
     with Machines(2) as made:
         workers = _start(made, 2, program, str(folder), str(timeout_s))
-        _wait_for(folder, 4)
+        _wait_for_marks(folder, [1] * 4, workers)
         made.unplug(1)
         (folder / "pulled").touch()
         if back_after_s:

@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from test_machines import EVERY_CALL, FOREVER, _printed, _start, _wait_for
+from test_machines import EVERY_CALL, FOREVER, _printed, _start, _wait_for_marks
 
 from weft.testing import machines
 from weft.testing.bad_link import BadLink, Direction, fates
@@ -120,7 +120,7 @@ def test_calls_go_on_over_a_narrow_link_that_is_cut_again_and_again(
     narrow = BadLink(seed=2, delay_ms=1, rate_mbit=200, cut_every_s=4, cut_s=0.5)
     with Machines(2, narrow) as made:
         workers = _start(made, 1, program, str(tmp_path))
-        _wait_for(tmp_path, 2)
+        _wait_for_marks(tmp_path, [1, 1], workers)
         time.sleep(9)
         assert all(worker.poll() is None for worker in workers)
         (tmp_path / "stop").touch()

@@ -41,20 +41,38 @@ def _program(folder: Path, name: str, text: str, code: int = 0) -> None:
 
 def test_rows_are_what_the_programs_print(tool: ModuleType, tmp_path: Path) -> None:
     _program(tmp_path, "broadcast", _LINES.format(wrong="      0"))
-    rows, failed = tool.measure(["broadcast"], 2, time.monotonic() + 60)
+    rows, failed = tool.measure(["broadcast"], 2, 1, time.monotonic() + 60)
     assert not failed and [row.bytes for row in rows] == [1024, 33554432]
     assert (rows[0].us, rows[0].baselines) == (21.96, {"nccl": 21.96})
-    assert rows[0].extra == {"in_place_us": 14.48, "nccl_in_place_us": 14.48}
+    assert rows[0].extra == {
+        "in_place_us": 14.48,
+        "nccl_in_place_us": 14.48,
+        "nccl_us_min": 21.96,
+        "nccl_us_max": 21.96,
+    }
     assert all(row.checked for row in rows)
+
+
+def test_medians_of_rounds_count(tool: ModuleType, tmp_path: Path) -> None:
+    """Each round of the program takes longer: Weft's are the first, third and fifth."""
+    runs = tmp_path / "runs"
+    line = f"1024 256 float none 0 $(wc -l < {runs}) 0 0 0 $((10 + $(wc -l < {runs}))) 0 0 0"
+    program = tmp_path / "scatter_perf"
+    program.write_text(f"#!/bin/sh\necho >> {runs}\necho {line}\n")
+    program.chmod(0o755)
+    (row,), failed = tool.measure(["scatter"], 2, 3, time.monotonic() + 60)
+    assert not failed and list(row.samples_us) == [1, 3, 5]
+    assert (row.us, row.extra["in_place_us"], row.baselines["nccl"]) == (3, 13, 4)
+    assert (row.extra["nccl_us_min"], row.extra["nccl_us_max"]) == (2, 6)
 
 
 def test_wrong_results_and_failures_are_told(tool: ModuleType, tmp_path: Path) -> None:
     _program(tmp_path, "reduce", _LINES.format(wrong="      3"))
-    rows, failed = tool.measure(["reduce"], 2, time.monotonic() + 60)
+    rows, failed = tool.measure(["reduce"], 2, 1, time.monotonic() + 60)
     assert failed and [row.checked for row in rows] == [False, True]
     _program(tmp_path, "gather", "", 3)
-    assert tool.measure(["gather"], 2, time.monotonic() + 60) == ([], True)
-    assert tool.measure(["gather"], 2, time.monotonic()) == ([], True)
+    assert tool.measure(["gather"], 2, 1, time.monotonic() + 60) == ([], True)
+    assert tool.measure(["gather"], 2, 1, time.monotonic()) == ([], True)
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:

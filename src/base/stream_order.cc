@@ -6,6 +6,13 @@
 #include "base/cuda_driver.h"
 
 namespace weft {
+namespace {
+
+// CUDA's legacy default stream: it is always there, and no graph can capture it.
+// https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html
+constexpr void* kDefaultStream = nullptr;
+
+}  // namespace
 
 StreamMark::~StreamMark() {
   const Result<const CudaDriver*> driver = cuda_driver();
@@ -14,6 +21,23 @@ StreamMark::~StreamMark() {
 
 Status StreamMark::note(void* stream) {
   if (device_.is_host()) return {};
+  stream_ = stream;
+  is_noted_ = true;
+  is_recorded_ = false;
+  return stream == kDefaultStream && !is_waited_for_ ? Status() : record();
+}
+
+Status StreamMark::wait(void* stream) {
+  if (!is_noted_ || stream == stream_) return {};
+  is_waited_for_ = true;
+  if (!is_recorded_) WEFT_TRY(record());
+  WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
+  return cuda_status(
+      context.driver().cuStreamWaitEvent(static_cast<CUstream>(stream), static_cast<CUevent>(event_), 0),
+      "making a stream wait for another");
+}
+
+Status StreamMark::record() {
   WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
   const CudaDriver& driver = context.driver();
   if (!event_) {
@@ -21,17 +45,10 @@ Status StreamMark::note(void* stream) {
     WEFT_TRY(cuda_status(driver.cuEventCreate(&made, CU_EVENT_DISABLE_TIMING), "making an event"));
     event_ = made;
   }
-  stream_ = stream;
-  return cuda_status(driver.cuEventRecord(static_cast<CUevent>(event_), static_cast<CUstream>(stream)),
-                     "recording an event");
-}
-
-Status StreamMark::wait(void* stream) {
-  if (!event_ || stream == stream_) return {};
-  WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
-  return cuda_status(
-      context.driver().cuStreamWaitEvent(static_cast<CUstream>(stream), static_cast<CUevent>(event_), 0),
-      "making a stream wait for another");
+  WEFT_TRY(cuda_status(driver.cuEventRecord(static_cast<CUevent>(event_), static_cast<CUstream>(stream_)),
+                       "recording an event"));
+  is_recorded_ = true;
+  return {};
 }
 
 Status StreamOrder::wait(void* stream, void* first) {
@@ -60,7 +77,7 @@ CaptureLooks::~CaptureLooks() {
 }
 
 Result<bool> is_capturing(Device device, void* stream) {
-  if (device.is_host()) return false;
+  if (device.is_host() || stream == kDefaultStream) return false;
   for (const Look& look : looks)
     if (look.ordinal == device.ordinal && look.stream == stream) return look.is_captured;
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());

@@ -21,16 +21,22 @@ class StreamMark {
   ~StreamMark();
   StreamMark(const StreamMark&) = delete;
 
-  // Keeps what `stream` has got so far, in place of what was noted before.
+  // Keeps what `stream` has got so far, in place of what was noted before. Until some stream has waited, the default
+  // stream's event is put off until one does: that one then waits for what has come to the default stream since, too.
   Status note(void* stream);
   // What `stream` gets from now on waits for what was noted last, whatever is noted later. Nothing to do where that
   // was of the same stream, or where nothing was. Captured in a graph only with its note().
   Status wait(void* stream);
 
  private:
+  Status record();
+
   const Device device_;
   void* event_ = nullptr;   // CUevent, made at first use
   void* stream_ = nullptr;  // that was noted last
+  bool is_noted_ = false;
+  bool is_recorded_ = false;
+  bool is_waited_for_ = false;  // by another stream, at any time
 };
 
 class StreamOrder {

@@ -330,10 +330,10 @@ def test_graphs_whose_calls_differ_give_errors_not_numbers() -> None:
         assert "rank " in message, message
 
 
-def _on_two_streams(rank: Rank) -> None:
+def _on_two_streams(rank: Rank, with_default: bool) -> None:
     """Calls follow one another on several streams as on one, also where their sizes make them differ in length."""
     comm = _comm(rank)
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.default_stream() if with_default else torch.cuda.Stream(), torch.cuda.Stream()]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     ranks, kept = rank.size, []
@@ -348,8 +348,9 @@ def _on_two_streams(rank: Rank) -> None:
     assert not wrong, f"elements that are wrong, by call: {wrong}"
 
 
-def test_calls_on_several_streams_follow_one_another() -> None:
-    run_on_gpus(2, _on_two_streams)
+@pytest.mark.parametrize("with_default", [False, True])
+def test_calls_on_several_streams_follow_one_another(with_default: bool) -> None:
+    run_on_gpus(2, _on_two_streams, with_default)
 
 
 def _expected(algorithm: Algorithm, rank: int) -> tuple[list[float], list[float | None]]:

@@ -286,6 +286,36 @@ def test_one_buffer_serves_both_modes() -> None:
         run_on_gpus(num_ranks, _check_both_modes)
 
 
+def _check_default_stream_first(rank: Rank) -> None:
+    """The first call on another stream waits for those that the default stream still has, here behind a sleep."""
+    case = _case(rank.size, 64, 1024, 4, 8)
+    me, side = rank.rank, torch.cuda.Stream()
+    idx, weights = case.topk_idx(me).cuda(), case.topk_weights(me).cuda()
+    x = [case.x(me).cuda() * factor for factor in (1, 2)]
+    _round_trip(_buffer(rank, case, 64), case, me, 64, "bf16", hooks=False)  # what compiles has compiled
+    buffer = _buffer(rank, case, 64)
+    torch.cuda.synchronize()
+
+    def there_and_back(sent: torch.Tensor) -> torch.Tensor:
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(sent, idx, 64, case.num_experts, use_fp8=False)
+        combined, _, _ = buffer.low_latency_combine(recv, idx, weights, handle)
+        return combined
+
+    if me == 0:
+        torch.cuda._sleep(200_000_000)
+    combined = [there_and_back(x[0])]
+    with torch.cuda.stream(side):
+        combined.append(there_and_back(x[1]))
+    torch.cuda.synchronize()
+    sums = weights.masked_fill(idx < 0, 0).sum(dim=1, keepdim=True)
+    for sent, got in zip(x, combined, strict=True):
+        assert calc_diff(got, sent.float() * sums) < 1e-4
+
+
+def test_the_first_call_on_another_stream_waits_for_the_default_stream() -> None:
+    run_on_gpus(2, _check_default_stream_first)
+
+
 def _check_masks(rank: Rank) -> None:
     """The last rank is masked by all others: it sends nothing, gets nothing and is skipped."""
     case = _case(rank.size, 32, 512, 4, 4)

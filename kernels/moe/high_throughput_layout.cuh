@@ -148,6 +148,7 @@ WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, 
 WEFT_DEVICE void count_rows(const NotifyArgs& a, Block block, Warp warp, uint32_t* rows_to, uint32_t ranks) {
   for (uint32_t i = block.rank(); i < ranks; i += block.size()) rows_to[i] = 0;
   block.sync();
+  if (a.mine.tokens == 0) return;
   for (uint32_t first = 0; first < ranks; first += warp.size()) {  // a lane keeps the count of one of these
     const uint32_t end = first + warp.size() < ranks ? first + warp.size() : ranks;
     uint32_t rows = 0;
@@ -267,7 +268,8 @@ WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, co
     if (warp.rank() == 0) *all_came = came ? 1 : 0;
   }
   block.sync();
-  if (*all_came != 0) {
+  const bool is_barrier = a.mine.experts == 0;  // nobody looks at what it counts
+  if (*all_came != 0 && !is_barrier) {
     sum_counts(a, block, mesh, epoch);
     if (warp.index() == block.warps() - 1) compare_headers(a, warp, mesh, epoch);
   }

@@ -45,6 +45,7 @@ class HandleState {
 
   nb::object form, routes, status;
   nb::object kept_rows = nb::none();  // as long as this: what the next combine reads in place
+  bool is_checked = false;            // whether the routes are as long as the form says: those of a dispatch are
 
   bool is_in_place() const { return place() == place_; }
   bool is_received() {
@@ -250,7 +251,9 @@ class WholeDispatch : Whole<DispatchCalls> {
                         address_of(scales), address_of(src_info), address_of(layout_range),
                         address_of(counts), address_of(routes), address_of(weights), address_of(sources));
     const nb::object status = setting().status(!returns_hook);
-    const nb::object state = nb::cast(HandleState(form_, routes, status));
+    HandleState fresh(form_, routes, status);
+    fresh.is_checked = true;
+    const nb::object state = nb::cast(std::move(fresh));
     const nb::tuple tensors =
         nb::make_tuple(x, x_scales, topk_idx, topk_weights, expert_stats, wait_cycles, filled);
     const Started started = start(memory, tensors, state, async_finish, returns_hook);
@@ -309,7 +312,10 @@ void bind_low_latency_whole(nb::module_& module) {
       .def_prop_ro("group_key", [](const HandleState& self) { return self.form.attr("group_key"); })
       .def_prop_ro("is_in_place", &HandleState::is_in_place)
       .def_prop_ro("is_received", &HandleState::is_received)
-      .def_prop_ro("is_ready", [](HandleState& self) { return self.is_in_place() && self.is_received(); });
+      .def_rw("is_checked", &HandleState::is_checked)
+      .def_prop_ro("is_ready", [](HandleState& self) {
+        return self.is_checked && self.is_in_place() && self.is_received();
+      });
 
   using HookCollected =
       Collected<ReceiveHook, &ReceiveHook::calls, &ReceiveHook::tensors, &ReceiveHook::state>;

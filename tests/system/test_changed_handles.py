@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ def check_changed(rank: Rank, at: int, change: Callable[[Tensor], None]) -> None
     change(handle[at])
     for call in (lambda: buffer.combine(recv_x, handle), lambda: buffer.dispatch(recv_x, handle=handle)):
         with pytest.raises(
-            weft.Error, match="handle: got one with tensors that were resized, replaced or fre"
+            weft.Error, match="handle: got one with tensors that were resized, replaced, moved or freed"
         ):
             call()
 
@@ -117,6 +118,64 @@ def check_low_latency(rank: Rank) -> None:
 
 def test_routes_of_low_latency_handles_may_move_but_not_change(pair: RankPool) -> None:
     pair.run(check_low_latency)
+
+
+def check_low_latency_alone(rank: Rank) -> None:
+    """No handle depends on what is done to another; copies of changed ones are refused as those are."""
+    buffer = low_buffer(rank)
+    ids, weights = LOW.topk_idx(rank.rank), LOW.topk_weights(rank.rank)
+    recv_x, _, handle, _, _ = low_latency(buffer, LOW, rank.rank)
+    expected = buffer.low_latency_combine(recv_x, ids, weights, handle)[0]
+    for at in range(8):
+        recv_x, _, changed, _, _ = low_latency(buffer, LOW, rank.rank)
+        _, _, other, _, _ = low_latency(buffer, LOW, rank.rank)
+        with contextlib.suppress(RuntimeError):  # of those that torch does not free
+            _is_freed(changed[at])
+        for form in (other, tuple(other), type(other)(iter(other))):
+            assert torch.equal(buffer.low_latency_combine(recv_x, ids, weights, form)[0], expected)
+    for change in CHANGES:
+        _, _, changed, _, _ = low_latency(buffer, LOW, rank.rank)
+        change(changed[5])
+        for wrong in (changed, tuple(changed), copy.copy(changed), type(changed)(changed)):
+            with pytest.raises(weft.Error, match="handle: got"):
+                buffer.low_latency_combine(recv_x, ids, weights, wrong)
+            with pytest.raises(weft.Error, match="handle: got"):
+                buffer.get_next_low_latency_combine_buffer(wrong)
+
+
+def test_what_is_done_to_a_low_latency_handle_stays_with_it(pair: RankPool) -> None:
+    pair.run(check_low_latency_alone)
+
+
+def check_rebuilt(rank: Rank) -> None:
+    """Wrappers of modules rebuild a tuple from its mapped entries. A copy of what is none is refused."""
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
+    again = type(handle)(entry for entry in handle)
+    check_combined(SMALL, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), again)[0])
+    _grows(handle[5])
+    for wrong in (copy.copy(handle), type(handle)(entry.to("meta") for entry in handle)):
+        with pytest.raises(weft.Error, match="handle: got"):
+            buffer.combine(recv_x, wrong)
+
+
+def test_a_handle_is_rebuilt_from_its_entries(pair: RankPool) -> None:
+    pair.run(check_rebuilt)
+
+
+def check_saved_after_inference(rank: Rank) -> None:
+    """What handles of one form share can be saved by autograd, also where its first call was of inference."""
+    case = MoeCase(tokens=(3, 4), hidden=256, top_k=2, num_experts=6)  # of no other test here
+    room = weft.Buffer.get_low_latency_rdma_size_hint(16, case.hidden, rank.size, case.num_experts)
+    buffer = weft.Buffer(rank.group, 0, room, low_latency_mode=True)
+    with torch.inference_mode():
+        low_latency(buffer, case, rank.rank)
+    _, _, handle, _, _ = low_latency(buffer, case, rank.rank)
+    assert not any(entry.is_inference() for entry in handle)
+
+
+def test_handles_can_be_saved_after_a_call_of_inference(pair: RankPool) -> None:
+    pair.run(check_saved_after_inference)
 
 
 def check_other_layout(rank: Rank) -> None:

@@ -607,7 +607,7 @@ def check_handle_is_tensors(rank: Rank, case: MoeCase, hooks: bool) -> None:
     facts = saved[6].clone()
     facts[1] += 1
     for wrong in (saved[:-1], (*saved[:6], facts, saved[7]), tuple(entry.to("meta") for entry in saved)):
-        with pytest.raises(weft.Error, match=r"^handle: got .* allowed: what low_latency_dispatch"):
+        with pytest.raises(weft.Error, match=r"^handle: got .* allowed: the LowLatencyHandle that low_latency_dispatch"):
             first.low_latency_combine(outputs_of(recv), *routes, wrong)
 
 

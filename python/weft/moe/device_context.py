@@ -140,12 +140,15 @@ class DeviceContext(RuntimeFacts):
         handle: of ``kind``, or the tensors that one consists of, as autograd saves them.
         Raises: weft.Error for anything else.
         """
-        state = handle.state if isinstance(handle, kind) else kind.state_of(handle)
-        if isinstance(handle, kind) and not state.is_in_place:
+        is_handle = isinstance(handle, kind)
+        state = handle.state if is_handle else kind.state_of(handle)
+        if is_handle and (state is None or not state.is_in_place):
             state = handle.state = self._state_after_move(handle, kind, call)
         if state is not None and state.group_key == self.group_key:
             return state
-        allowed = f"what {call}() returned to the same {self.communicator.size} ranks, on {self.device}"
+        ranks = f"the same {self.communicator.size} ranks, on {self.device}"
+        tensors = ", or all of its tensors" if issubclass(kind, tuple) else ""
+        allowed = f"the {kind.__name__} that {call}() returned to {ranks}{tensors}"
         given = "the handle of other ranks, or of another device" if state is not None else describe(handle)
         raise invalid("handle", given, allowed)
 
@@ -154,7 +157,7 @@ class DeviceContext(RuntimeFacts):
         state = kind.state_of(handle)
         if state is None:
             allowed = f"what {call}() returned, with its tensors as they were"
-            raise invalid("handle", "one with tensors that were resized, replaced or freed since", allowed)
+            raise invalid("handle", "one with tensors that were resized, replaced, moved or freed", allowed)
         return state
 
     def lacks_room_for(self, state: Any) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +116,16 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
     share_memory_() moves one, but keep their shapes.
     """
 
-    state: DispatchState
+    state: DispatchState | None
 
-    def __new__(cls, state: DispatchState, num_tokens_per_rank: torch.Tensor) -> DispatchHandle:
+    def __new__(cls, entries: Iterable[torch.Tensor]) -> DispatchHandle:
+        """Return the handle that these entries are; its state is None where they are not a handle's."""
+        handle = super().__new__(cls, entries)
+        handle.state = cls.state_of(tuple(handle))
+        return handle
+
+    @classmethod
+    def of(cls, state: DispatchState, num_tokens_per_rank: torch.Tensor) -> DispatchHandle:
         """Return the handle with its state beside the tensors."""
         facts = [
             _KIND,
@@ -156,13 +164,13 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
                 state.records,
                 *_entries_across_nodes(state, sent),
             )
-        handle = super().__new__(cls, entries)
+        handle = tuple.__new__(cls, entries)
         handle.state = state
         return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the tensors, of which the copy is a handle again."""
-        return handle_again, (DispatchHandle, tuple(self))
+        return DispatchHandle, (tuple(self),)
 
     @staticmethod
     def state_of(entries: object) -> DispatchState | None:
@@ -256,18 +264,11 @@ def _entries_across_nodes(state: DispatchState, sent: torch.Tensor) -> tuple[tor
     )
 
 
-def handle_again(kind: Any, entries: tuple[torch.Tensor, ...]) -> Any:
-    """Return a handle of a kind from all of its entries."""
-    handle = tuple.__new__(kind, entries)
-    handle.state = kind.state_of(entries)
-    return handle
-
-
 def facts_of(entry: object, kind: int, length: int) -> list[int] | None:
     """Return the numbers that a handle of this kind carries in a tensor on the CPU; None where it is not one."""
     if not isinstance(entry, torch.Tensor) or entry.device.type != "cpu":
         return None
-    if entry.dtype != torch.int64 or entry.shape != (length,):
+    if entry.dtype != torch.int64 or entry.shape != (length,) or lacking_memory(entry):
         return None
     numbers: list[int] = entry.tolist()
     return numbers if numbers[0] == kind else None

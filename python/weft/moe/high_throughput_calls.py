@@ -227,7 +227,7 @@ class HighThroughputCalls:
         event = context.finish(True, (*used, *places)) if async_finish else finished_event()
         aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
         assert num_tokens_per_rank is not None
-        handle = DispatchHandle(state, num_tokens_per_rank)
+        handle = DispatchHandle.of(state, num_tokens_per_rank)
         return received.payload(), received.ids(), received.weights(), aligned, handle, event
 
     def _check_layout(
@@ -287,7 +287,7 @@ class HighThroughputCalls:
     def _check_handle(self, handle: object, context: DeviceContext) -> DispatchState:
         if type(handle) is DispatchHandle:
             known = handle.state
-            if known.group_key == context.group_key and known.is_in_place:
+            if known is not None and known.group_key == context.group_key and known.is_in_place:
                 return known
         state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state

@@ -236,10 +236,8 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
         whose own signals stay away, naming the expert.
         """
-        if type(handle) is LowLatencyHandle and handle.state.is_ready:
-            state = handle.state
-        else:
-            state = self._check_ready(handle, x)
+        known = handle.state if type(handle) is LowLatencyHandle else None
+        state = known if known is not None and known.is_ready else self._check_ready(handle, x)
         signature: Hashable = b""  # of no call
         if zero_copy is False and overlap is False:
             options = (state.form.key, use_logfmt, exact, async_finish, return_recv_hook)
@@ -421,4 +419,5 @@ class LowLatencyCalls:
         lengths = routes_lengths(context.low_latency, *sizes, local * rows)
         if state.routes.numel() not in lengths:
             raise invalid("handle", f"routes of {state.routes.numel()} words", f"{lengths[0]}, as at first")
+        state.is_checked = True
         return state

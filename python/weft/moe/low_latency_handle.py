@@ -7,6 +7,7 @@ import functools
 import itertools
 import struct
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft import _core
-from weft.moe.handle import facts_of, handle_again
+from weft.moe.handle import facts_of
 from weft.runtime.allocation import padded, part_of
 from weft.runtime.tensors import lacking_memory
 
@@ -30,10 +31,15 @@ unused_statuses: tuple[list[Tensor], list[Tensor]] = ([], [])  # not received, a
 def make_statuses(is_received: bool) -> None:
     """Add statuses of new handles to the unused ones. A tensor takes longer than all else of a handle."""
     first = next(_blocks) * _MADE_AT_ONCE
+    words = [word for i in range(_MADE_AT_ONCE) for word in (int(is_received), first + i)]
     with torch.inference_mode(False):  # autograd may save them in a later call
-        numbers = torch.arange(first, first + _MADE_AT_ONCE, dtype=torch.int64, device="cpu")
-        together = torch.stack((torch.full_like(numbers, int(is_received)), numbers), dim=1)
+        together = _kept_words(words)
         unused_statuses[is_received].extend(part_of(together, 2 * i, (2,)) for i in range(_MADE_AT_ONCE))
+
+
+def _kept_words(words: Sequence[int]) -> Tensor:
+    """Return i64[len(words)] on the CPU that nobody can free or resize under others who share its memory."""
+    return torch.frombuffer(bytearray(struct.pack(f"={len(words)}q", *words)), dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +69,15 @@ class LowLatencyForm:
     @functools.cached_property
     def facts(self) -> Tensor:
         """What a handle carries of it, i64[8] on the CPU."""
-        return torch.tensor((_KIND, *self.numbers), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):  # autograd may save them in a later call
+            return _kept_words((_KIND, *self.numbers))
 
     @functools.cached_property
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a handle has of it: M, hidden and E, i64 of no dimension; and the facts."""
         facts = self.facts
-        return facts[5], facts[6], facts[7], facts
+        with torch.inference_mode(False):
+            return part_of(facts, 5, ()), part_of(facts, 6, ()), part_of(facts, 7, ()), facts
 
 
 low_latency_form = functools.lru_cache(maxsize=256)(LowLatencyForm)
@@ -112,11 +120,17 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     again, for any buffer of the same ranks on the same devices.
     """
 
-    state: _core.LowLatencyHandleState
+    state: _core.LowLatencyHandleState | None
+
+    def __new__(cls, entries: Iterable[Tensor]) -> LowLatencyHandle:
+        """Return the handle that these entries are; its state is None where they are not a handle's."""
+        handle = super().__new__(cls, entries)
+        handle.state = cls.state_of(tuple(handle))
+        return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the tensors, of which the copy is a handle again."""
-        return handle_again, (LowLatencyHandle, tuple(self))
+        return LowLatencyHandle, (tuple(self),)
 
     @staticmethod
     def state_of(entries: object) -> _core.LowLatencyHandleState | None:

@@ -131,6 +131,78 @@ def test_outputs_are_ordinary_tensors(pair: RankPool, name: str, case: MoeCase) 
     pair.run(check_ordinary, name, case)
 
 
+def _nvfp4_rows(rank: Rank, case: MoeCase) -> list[Tensor]:
+    buffer, tokens = weft.Buffer(rank.group, 1 << 20), case.tokens[rank.rank]
+    x = (torch.ones(tokens, 64, dtype=torch.int32), torch.ones(tokens, 8, dtype=torch.int32), torch.ones(1))
+    idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, case.num_experts)
+    outputs = buffer.dispatch(
+        x,
+        topk_idx=idx,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+    return [*outputs[0], outputs[2]]
+
+
+def _column_major_scales(rank: Rank, case: MoeCase) -> list[Tensor]:
+    (rows, scales), _, weights, _, _ = weft.ElasticBuffer(rank.group, num_bytes=0).dispatch(
+        (case.x(rank.rank), case.scales(rank.rank, 4)),
+        case.topk_idx(rank.rank),
+        case.topk_weights(rank.rank),
+        num_experts=case.num_experts,
+        num_max_tokens_per_rank=16,
+        use_tma_aligned_col_major_sf=True,
+    )
+    return [rows, scales, weights]
+
+
+def _gathered(rank: Rank, case: MoeCase) -> list[Tensor]:
+    buffer = weft.ElasticBuffer(rank.group, num_bytes=16 << 20)
+    buffer.agrs_set_config(1 << 20, 4)
+    with buffer.agrs_new_session():
+        gathered, wait = buffer.all_gather(case.x(0))
+        wait()
+    return [gathered]
+
+
+def _low_latency_nvfp4(rank: Rank, case: MoeCase) -> list[Tensor]:
+    size = weft.Buffer.get_low_latency_rdma_size_hint(16, case.hidden, rank.size, case.num_experts)
+    buffer = weft.Buffer(rank.group, 0, size, low_latency_mode=True)
+    x, idx = case.x(rank.rank), case.topk_idx(rank.rank)
+    (rows, scales), counts, _, _, _ = buffer.low_latency_dispatch(
+        x, idx, 16, case.num_experts, use_nvfp4=True
+    )
+    return [rows, scales, counts]
+
+
+# Rows for each rank: some; one; none for the second.
+FEW = (
+    MoeCase((6, 9), 64, 3, 8),
+    MoeCase((1, 1), 64, 2, 2, empty_share=0),
+    MoeCase((3, 2), 64, 1, 2, "one expert", empty_share=0),
+)
+
+
+def check_formats(rank: Rank, outputs_of: Any, case: MoeCase) -> None:
+    """Outputs of the rarer formats are no views, and one that is freed takes no other with it."""
+    outputs = outputs_of(rank, case)
+    assert all(output._base is None for output in outputs)
+    sizes = [output.untyped_storage().nbytes() for output in outputs]
+    assert len({output.untyped_storage()._cdata for output in outputs}) == len(outputs)
+    for at, output in enumerate(outputs):
+        output.untyped_storage().resize_(0)
+        assert [other.untyped_storage().nbytes() for other in outputs] == [0] * (at + 1) + sizes[at + 1 :]
+
+
+@pytest.mark.parametrize("case", FEW, ids=["some rows", "one row", "no rows"])
+@pytest.mark.parametrize("outputs_of", [_nvfp4_rows, _column_major_scales, _gathered, _low_latency_nvfp4])
+def test_outputs_of_all_formats_are_no_views(pair: RankPool, outputs_of: Any, case: MoeCase) -> None:
+    pair.run(check_formats, outputs_of, case)
+
+
 def check_changed_in_place(rank: Rank, case: MoeCase) -> None:
     """What autograd's functions return may be changed in place, as the outputs of any layer."""
     buffer = weft.Buffer(rank.group, 1 << 20)

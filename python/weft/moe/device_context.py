@@ -210,8 +210,10 @@ class DeviceContext(RuntimeFacts):
         where that is cheap, where the window would have no room for as much again or for the largest dispatch so far,
         and of types that DLPack lacks.
         """
+        if 0 in shape:  # two such storages would begin at one address, by which resize_(0) finds them
+            return self.empty(*shape, dtype=dtype)
         exchanged = _EXCHANGED_TYPES.get(dtype)
-        if exchanged is None or 0 in shape:
+        if exchanged is None:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
         rows = self._view_of(lease, offset, shape, exchanged, True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.moe.config import align
+from weft.runtime.allocation import not_a_view
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def column_major(scales: Tensor) -> Tensor:
     num_rows, words = scales.shape
     storage = scales.new_zeros((words, align(num_rows, 4)))
     storage[:, :num_rows] = scales.T
-    return storage[:, :num_rows].T
+    return not_a_view(storage[:, :num_rows].T)
 
 
 def _expert_keys(topk_idx: Tensor, num_local_experts: int) -> Tensor:

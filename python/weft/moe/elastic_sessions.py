@@ -20,6 +20,7 @@ from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
+from weft.runtime.allocation import not_a_view
 from weft.runtime.modes import outside_modes
 
 _ROW_BYTES = 4096
@@ -216,7 +217,7 @@ def _as_rows(tensors: list[Tensor], sizes: list[int]) -> Tensor:
 def _part(flat: Tensor, begin: int, like: Tensor) -> Tensor:
     num_bytes = like.numel() * like.element_size()
     piece = flat[:, begin : begin + num_bytes].contiguous()
-    return piece.view(-1).view(like.dtype).view(flat.size(0), *like.shape)
+    return not_a_view(piece.view(-1).view(like.dtype).view(flat.size(0), *like.shape))
 
 
 def _waiter(event: EventOverlap) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from weft.errors import Error
 from weft.moe.device_context import DeviceContext, Order
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
-from weft.runtime.allocation import tensor_form
+from weft.runtime.allocation import not_a_view, tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -297,7 +297,10 @@ class Received:
             return rows
         if not self._sent.has_global_scale:
             return rows, scales
-        return rows, scales[:, :-1].contiguous(), scales[:, -1:].contiguous().view(torch.float32)
+        # Of one row or none, contiguous() would give the parts themselves, which share their memory.
+        parts = scales.split((scales.size(1) - 1, 1), dim=1)
+        blocks, whole = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return rows, blocks, not_a_view(whole.view(torch.float32))
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return rows [N, hidden], and scales [N, n] or None, as they came."""

@@ -19,7 +19,7 @@ from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import ceil_div
 from weft.moe.device_context import DeviceContext
-from weft.runtime.allocation import TensorForm, tensor_form
+from weft.runtime.allocation import TensorForm, not_a_view, tensor_form
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
 _MX_BLOCK = 32
@@ -69,7 +69,8 @@ class Format:
         """Return rows and scales as the caller sees them."""
         if not self.is_tiled or scale_memory is None or self.scale_type is None:
             return rows, scale_memory
-        return rows.permute(1, 2, 0), scale_memory.view(self.scale_type).permute(3, 4, 1, 5, 2, 0)
+        scales = scale_memory.view(self.scale_type).permute(3, 4, 1, 5, 2, 0)
+        return not_a_view(rows.permute(1, 2, 0)), not_a_view(scales)
 
 
 def find_format(

@@ -78,6 +78,11 @@ def part_of(
     return made
 
 
+def not_a_view(view: torch.Tensor) -> torch.Tensor:
+    """Return a view's elements as a tensor of their memory that is no view, as part_of() makes one."""
+    return part_of(view, 0, tuple(view.shape), view.stride())
+
+
 def words_on_host(words: Sequence[int]) -> torch.Tensor:
     """Return i64[len(words)] on the CPU. torch.tensor() takes several times as long."""
     made = new_on_host((len(words),), (1,), torch.int64)

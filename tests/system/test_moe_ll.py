@@ -699,7 +699,49 @@ def test_exact_sums_round_once(pair: RankPool) -> None:
     pair.run(check_exact, MoeCase((6, 9), 512, 6, 8))
 
 
+def check_other_width(rank: Rank, case: MoeCase, hidden: int, options: dict[str, Any]) -> None:
+    """Experts return rows of another width than they got: each its number, and a little more in every fourth column."""
+    buffer, idx, weights = ll_buffer(rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    first = oracle.local_experts(case.num_experts, rank.size, rank.rank).start
+    numbers = torch.arange(first, first + recv.size(0)).view(-1, 1, 1)
+    rows = (numbers + torch.arange(hidden) % 4).expand(-1, recv.size(1), -1).bfloat16().contiguous()
+    wanted = (idx.unsqueeze(2) + torch.arange(hidden) % 4) * weights.masked_fill(idx < 0, 0).unsqueeze(2)
+    for out in (None, torch.empty(len(idx), hidden, dtype=torch.bfloat16)):
+        combined, _, _ = buffer.low_latency_combine(rows, idx, weights, handle, out=out, **options)
+        assert combined.shape == (len(idx), hidden)
+        assert calc_diff(combined, wanted.sum(dim=1)) < (1e-3 if "use_logfmt" in options else 1e-4)
+
+
+WIDTHS = ((256, {}), (1024, {}), (136, {"exact": True}), (128, {"use_logfmt": True}))
+
+
+@pytest.mark.parametrize(("hidden", "options"), WIDTHS, ids=str)
+def test_rows_may_come_back_in_another_width(pool: RankPool, hidden: int, options: dict[str, Any]) -> None:
+    case = MoeCase(tuple(3 + 2 * rank % 9 for rank in range(pool.num_ranks)), 512, 3, 24)
+    pool.run(check_other_width, case, hidden, options)
+
+
 # Handles and arguments that differ
+
+
+def check_different_widths(rank: Rank, case: MoeCase) -> None:
+    """All ranks raise where one returns rows of another width, and can go on. Widths that no kernel moves are refused."""
+    buffer, routes = ll_buffer(rank), (case.topk_idx(rank.rank), case.topk_weights(rank.rank))
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
+    for wrong in (12, 0):
+        with pytest.raises(weft.Error, match="x: got rows of .* bytes, allowed: a multiple of 16"):
+            buffer.low_latency_combine(recv[:, :, :wrong].contiguous(), *routes, handle)
+    with pytest.raises(weft.Error, match="allowed: the same on all ranks"):
+        buffer.low_latency_combine(recv[:, :, : 256 + 8 * rank.rank].contiguous(), *routes, handle)
+    barrier(rank)
+    check_ll_round_trip(rank, case, BF16)
+
+
+def test_combining_different_widths_is_refused_on_all_ranks(pair: RankPool) -> None:
+    pair.run(check_different_widths, SMALL)
 
 
 def check_foreign_handle(rank: Rank, case: MoeCase) -> None:

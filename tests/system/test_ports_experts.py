@@ -20,6 +20,7 @@ from moe_checks import barrier
 from port_nodes import bench_moe, check_network_rows, nodes, tokens_of
 from test_moe_ll import (
     MOST_TOKENS,
+    WIDTHS,
     check_asynchronous,
     check_blocks_on_cpu,
     check_drawn_round_trip,
@@ -27,6 +28,7 @@ from test_moe_ll import (
     check_logfmt,
     check_many_tokens,
     check_masks,
+    check_other_width,
     check_outputs,
     check_repeats,
     check_statistics,
@@ -61,6 +63,12 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def test_round_trip_in_every_format(pool: RankPool, form: Format, hooks: bool) -> None:
     case = MoeCase(tokens_of(pool.num_ranks, 9, 14, 1), hidden=512, top_k=3, num_experts=8)
     pool.run(check_ll_round_trip, case, form, MOST_TOKENS, hooks)
+
+
+@pytest.mark.parametrize(("hidden", "options"), WIDTHS, ids=str)
+def test_rows_may_come_back_in_another_width(pool: RankPool, hidden: int, options: dict[str, Any]) -> None:
+    case = MoeCase(tokens_of(pool.num_ranks, 9, 14, 1), hidden=512, top_k=3, num_experts=8)
+    pool.run(check_other_width, case, hidden, options)
 
 
 @drawn(max_examples=8)

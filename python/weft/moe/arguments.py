@@ -92,8 +92,12 @@ def check_rows(
     argument: str, value: object, num_rows: int | str, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> Tensor:
     """Return value, rows that kernels can move: contiguous, whole 16-byte words, 16-byte aligned."""
-    rows = check_tensor(argument, value, (num_rows, "hidden"), dtypes, device)
-    row_bytes = rows.size(1) * rows.element_size()
+    return check_row_bytes(argument, check_tensor(argument, value, (num_rows, "hidden"), dtypes, device))
+
+
+def check_row_bytes(argument: str, rows: Tensor) -> Tensor:
+    """Return rows, whose last dimension is of whole 16-byte words, and which begin at one."""
+    row_bytes = rows.size(-1) * rows.element_size()
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES or row_bytes >= 1 << 31:
         raise invalid(
             argument, f"rows of {row_bytes} bytes", "a multiple of 16 bytes, above 0 and below 2 GiB"

@@ -208,7 +208,8 @@ class LowLatencyCalls:
         """Return each token the weighted sum of its experts' rows.
 
         Args:
-            x: bf16 [Le, R * M, hidden], contiguous, in the places of recv_x.
+            x: bf16 [Le, R * M, hidden], contiguous, in the places of recv_x; hidden need not be dispatch's, but is the
+                same on all ranks, and a multiple of 8.
             topk_idx, topk_weights: as given to the dispatch; weights float32 [T, K], or None when the
                 dispatch had them.
             handle: what the dispatch returned; its hook, if it returned one, has run.
@@ -261,7 +262,8 @@ class LowLatencyCalls:
                     "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
             reply = REPLIES[bool(exact), bool(use_logfmt)]
-            plan = self._plan_combine(context, state.form, topk_idx, topk_weights, reply, signals)
+            hidden = rows.size(2)
+            plan = self._plan_combine(context, state.form, hidden, topk_idx, topk_weights, reply, signals)
             self._contexts.keep(signature, plan)
         costs = combine_wait_recv_cost_stats
         if costs is not None:
@@ -270,7 +272,7 @@ class LowLatencyCalls:
                 "combine_wait_recv_cost_stats", costs, ranks, (torch.int64,), plan.context.device
             )
         if out is not None:
-            sums = (state.form.num_tokens, state.form.hidden)
+            sums = (state.form.num_tokens, rows.size(2))
             out = check_output(plan.context, "out", out, sums, torch.bfloat16)
             others = {
                 "x": rows,
@@ -298,11 +300,11 @@ class LowLatencyCalls:
         self, context: DeviceContext, state: _core.LowLatencyHandleState, x: object, zero_copy: bool
     ) -> Tensor:
         bf16 = (torch.bfloat16,)
-        rows = arguments.check_tensor(
-            "x", x, state.form.rows_shape, bf16, context.device, contiguous=not zero_copy
-        )
+        local, num_rows, hidden = state.form.rows_shape
         if not zero_copy:
-            return arguments.check_alignment("x", rows)
+            shape = (local, num_rows, "hidden")
+            return arguments.check_row_bytes("x", arguments.check_tensor("x", x, shape, bf16, context.device))
+        arguments.check_tensor("x", x, (local, num_rows, hidden), bf16, context.device, contiguous=False)
         kept = combine_rows_of(state)
         if kept is None:
             raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
@@ -312,6 +314,7 @@ class LowLatencyCalls:
         self,
         context: DeviceContext,
         form: LowLatencyForm,
+        hidden: int,
         topk_idx: object,
         topk_weights: object,
         reply: int,
@@ -325,8 +328,8 @@ class LowLatencyCalls:
             raise invalid(
                 "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
             )
-        if reply == _core.REPLY_EXACT_LOG and form.hidden % SCALE_GROUP:
-            raise invalid("use_logfmt", f"True for hidden {form.hidden}", f"multiples of {SCALE_GROUP}")
+        if reply == _core.REPLY_EXACT_LOG and hidden % SCALE_GROUP:
+            raise invalid("use_logfmt", f"True for hidden {hidden}", f"multiples of {SCALE_GROUP}")
         facts = {
             "max_tokens": form.max_tokens,
             "tokens": form.num_tokens,
@@ -334,7 +337,7 @@ class LowLatencyCalls:
             "experts": form.num_experts,
             "id_bytes": ids.element_size(),
             "reply": reply,
-            "row_bytes": form.hidden * 2,
+            "row_bytes": hidden * 2,
             "has_weights": weights is not None,
             "dispatch_had_weights": form.had_weights,
             "signal_value": signals.value,
@@ -342,7 +345,7 @@ class LowLatencyCalls:
             "signal_rows": signals.rows,
             "num_sms": signals.num_sms,
         }
-        return CombinePlan(context, facts, (form.num_tokens, form.hidden))
+        return CombinePlan(context, facts, (form.num_tokens, hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""

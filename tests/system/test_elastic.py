@@ -316,6 +316,42 @@ def test_handles_can_be_copied_and_pickled(pair: RankPool, do_expand: bool) -> N
     pair.run(check_copied_handle, case_for(2, tokens=(6, 9)), do_expand)
 
 
+FIELDS: dict[str, list[Any]] = {
+    "topk_idx": [None, "ids", torch.zeros((1, 3), dtype=torch.int64)],
+    "recv_topk_idx": [torch.zeros((1, 3), dtype=torch.int64)],
+    "num_sms": [-3, None],
+    "do_expand": [None, 1],
+    "sums_at_owner": [2],
+    "expansion": ["rows", torch.zeros(3)],
+    "state": [None],
+}
+
+
+def check_fields(rank: Rank, case: MoeCase, do_expand: bool) -> None:
+    """A field that was set to what does not fit is named, and the handle serves again with the old one."""
+    buffer = kept_buffer(rank)
+    x, _, _, handle, _ = dispatch(buffer, case, do_expand=do_expand)
+    combined = buffer.combine(x, handle)[0]
+    wrong = {**FIELDS, **({"num_expanded_tokens": [3, -1], "expansion": [None]} if do_expand else {})}
+    for field, value in ((field, value) for field, values in wrong.items() for value in values):
+        right = getattr(handle, field)
+        setattr(handle, field, value)
+        named = "handle" if field == "state" else rf"handle\.({field}|expansion)"
+        for call in (
+            lambda: buffer.combine(x, handle),
+            lambda: buffer.dispatch(case.x(rank.rank), handle=handle, do_expand=do_expand),
+        ):
+            with pytest.raises(weft.Error, match=rf"^{named}: got .*, allowed: "):
+                call()
+        setattr(handle, field, right)
+        assert torch.equal(buffer.combine(x, handle)[0], combined)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_fields_of_a_handle_that_do_not_fit_are_named(pair: RankPool, do_expand: bool) -> None:
+    pair.run(check_fields, case_for(2, tokens=(6, 9)), do_expand)
+
+
 def check_sessions(rank: Rank) -> None:
     buffer = kept_buffer(rank)
     mine = [torch.full((3, 5), rank.rank + 1.0), torch.arange(7) + rank.rank, torch.rand(5000)]

@@ -33,7 +33,7 @@ from weft.moe.config import (
 from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_engram import EngramReads
 from weft.moe.elastic_facts import ElasticFacts
-from weft.moe.elastic_handle import EPHandle
+from weft.moe.elastic_handle import EPHandle, check_fields
 from weft.moe.elastic_ring import RingMessages
 from weft.moe.elastic_sessions import GatherSessions
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
@@ -325,6 +325,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         """
         context = self._contexts.of("x", x)
         state = context.check_handle(handle, EPHandle, "dispatch")
+        check_fields(handle, context.device)
         num_rows = handle.num_expanded_tokens if handle.do_expand else state.num_rows
         x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
         biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
@@ -367,6 +368,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         do_expand: bool,
     ) -> None:
         context.check_handle(handle, EPHandle, "dispatch")
+        check_fields(handle, context.device)
         for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
             if value is not None:
                 raise invalid(argument, arguments.describe(value), "None with a handle")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.errors import invalid
+from weft.moe import arguments
+from weft.moe.config import MAX_SMS, check_whole
 from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.handle import DispatchState
 
@@ -33,7 +36,7 @@ class EPHandle:
         state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
             every slot's row, to be summed at the token's rank.
 
-    Fields can be set. A handle belongs to its dispatch, and serves every buffer of the same ranks on the same devices.
+    Fields can be set; calls refuse what does not fit the dispatch. A handle belongs to its dispatch, and serves every buffer of the same ranks on the same devices.
     """
 
     do_expand: bool
@@ -68,6 +71,28 @@ class EPHandle:
 
     def deterministic_sort(self) -> None:
         """Do nothing: rows always come in ascending order of source rank and token."""
+
+
+def check_fields(handle: EPHandle, device: torch.device) -> None:
+    """Refuse a handle of which a field that calls read was set to what does not fit its dispatch."""
+    state, expansion = handle.state, handle.expansion
+    for name, num_rows in (("topk_idx", state.num_tokens), ("recv_topk_idx", state.num_rows)):
+        given, shape = getattr(handle, name), (num_rows, state.top_k)
+        arguments.check_tensor(f"handle.{name}", given, shape, arguments.IDS, device)
+    check_whole("handle.num_sms", handle.num_sms, 0, MAX_SMS)
+    for name in ("do_expand", "sums_at_owner"):
+        if type(getattr(handle, name)) is not bool:
+            raise invalid(f"handle.{name}", getattr(handle, name), "True or False, as in its dispatch")
+    if not handle.do_expand:
+        if expansion is not None:
+            raise invalid("handle.expansion", "an expansion", "None for a dispatch without do_expand")
+        return
+    if not isinstance(expansion, Expansion):
+        raise invalid("handle.expansion", expansion, "that of its dispatch")
+    rows = check_whole("handle.num_expanded_tokens", handle.num_expanded_tokens, 0)
+    slots = (state.num_rows, state.top_k)
+    arguments.check_tensor("handle.expansion", expansion.row_of_slot, slots, (torch.int32,), device)
+    arguments.check_tensor("handle.expansion", expansion.slot_of_row, (rows,), (torch.int64,), device)
 
 
 def expert_psum(counts: ExpertCounts, do_expand: bool) -> Tensor:

@@ -398,6 +398,32 @@ def test_a_masked_rank_is_left_out(name: str) -> None:
         pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
 
 
+def check_meeting(rank: Rank) -> None:
+    """The last rank stays away from a clean-up, which masks it; the others go on, and clean up again."""
+    case = MoeCase((6, 9, 4), 128, 3, 6)
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(MOST_TOKENS, case.hidden, rank.size, case.num_experts)
+    buffer = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True, enable_shrink=True, timeout_s=3)
+    sizes, lost = (MOST_TOKENS, case.hidden, case.num_experts), rank.size - 1
+    buffer.clean_low_latency_buffer(*sizes)
+    status = torch.zeros(rank.size, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * rank.size
+    if rank.rank != lost:
+        for _ in range(2):
+            buffer.clean_low_latency_buffer(*sizes)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [int(other == lost) for other in range(rank.size)]
+        buffer.low_latency_dispatch(
+            case.x(rank.rank), case.topk_idx(rank.rank), MOST_TOKENS, case.num_experts, use_fp8=False
+        )
+    barrier(rank)
+
+
+def test_a_rank_that_stays_away_from_a_clean_up_is_masked() -> None:
+    with RankPool(3, with_gpus=False) as pool:
+        pool.run(check_meeting)
+
+
 def make_over_another_wire(rank: Rank, names: tuple[str, ...]) -> None:
     with wire(names[rank.rank]), pytest.raises(weft.Error, match="WEFT_LOW_LATENCY_LINE_TOKENS"):
         weft.Buffer(rank.group, 0, 1 << 20, low_latency_mode=True)

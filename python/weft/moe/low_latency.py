@@ -362,11 +362,19 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Check the sizes. There is nothing to clean: signals only grow, whatever is called in between."""
-        self._low_latency_context("buffer", None)
+        """Check the sizes. There is nothing to clean: signals only grow, whatever is called in between.
+
+        With enable_shrink all ranks that are not masked meet here, as in DeepEP: one that stays away is masked.
+        """
+        context = self._low_latency_context("buffer", None)
         check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         check_whole("hidden", hidden, 1)
-        arguments.check_num_experts(num_experts, self.group_size)
+        experts = arguments.check_num_experts(num_experts, self.group_size)
+        if self.enable_shrink:  # a dispatch of no tokens
+            least = arguments.ROW_ALIGNMENT_BYTES // torch.bfloat16.itemsize
+            x = context.empty(0, least, dtype=torch.bfloat16)
+            ids = context.empty(0, 1, dtype=torch.int64)
+            self.low_latency_dispatch(x, ids, 1, experts, use_fp8=False)
 
     # -- masks -----------------------------------------------------------------------------------------------
 

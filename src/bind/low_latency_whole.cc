@@ -45,7 +45,7 @@ class HandleState {
 
   nb::object form, routes, status;
   nb::object kept_rows = nb::none();  // as long as this: what the next combine reads in place
-  bool is_checked = false;            // whether the routes are as long as the form says: those of a dispatch are
+  bool is_checked = false;  // whether the routes are as long as the form says: those of a dispatch are
 
   bool is_in_place() const { return place() == place_; }
   bool is_received() {

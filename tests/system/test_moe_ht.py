@@ -735,7 +735,8 @@ def check_foreign_handle(rank: Rank, case: MoeCase) -> None:
         good[4][0],
     ):
         with pytest.raises(
-            weft.Error, match=r"^handle: got .*, allowed: the DispatchHandle that dispatch\(\) returned to the same"
+            weft.Error,
+            match=r"^handle: got .*, allowed: the DispatchHandle that dispatch\(\) returned to the same",
         ):
             buffer.combine(recv_x, wrong)
         with pytest.raises(weft.Error, match=r"^handle: got "):

@@ -401,7 +401,9 @@ def test_a_masked_rank_is_left_out(name: str) -> None:
 def check_meeting(rank: Rank) -> None:
     """The last rank stays away from a clean-up, which masks it; the others go on, and clean up again."""
     case = MoeCase((6, 9, 4), 128, 3, 6)
-    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(MOST_TOKENS, case.hidden, rank.size, case.num_experts)
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
+        MOST_TOKENS, case.hidden, rank.size, case.num_experts
+    )
     buffer = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True, enable_shrink=True, timeout_s=3)
     sizes, lost = (MOST_TOKENS, case.hidden, case.num_experts), rank.size - 1
     buffer.clean_low_latency_buffer(*sizes)
@@ -633,7 +635,9 @@ def check_handle_is_tensors(rank: Rank, case: MoeCase, hooks: bool) -> None:
     facts = saved[6].clone()
     facts[1] += 1
     for wrong in (saved[:-1], (*saved[:6], facts, saved[7]), tuple(entry.to("meta") for entry in saved)):
-        with pytest.raises(weft.Error, match=r"^handle: got .* allowed: the LowLatencyHandle that low_latency_dispatch"):
+        with pytest.raises(
+            weft.Error, match=r"^handle: got .* allowed: the LowLatencyHandle that low_latency_dispatch"
+        ):
             first.low_latency_combine(outputs_of(recv), *routes, wrong)
 
 

@@ -73,6 +73,7 @@ def test_hashes_and_byte_counts() -> None:
     x = torch.tensor([1, 2], dtype=torch.int32)
     assert numerics.hash_tensor(x) == 3
     assert numerics.hash_tensors(x, x) == 0
+    assert numerics.hash_tensors((x, [x + 1]), None) == 3 ^ 5
     assert numerics.hash_tensor(torch.ones(3, dtype=torch.uint8)) == 0x010101
     assert numerics.count_bytes(x, None, (x, [torch.zeros(3, dtype=torch.uint8)])) == 19
 
@@ -85,6 +86,20 @@ def test_precise_scores_reach_the_ratio(ratio: float) -> None:
         ranks = scores.topk(4, dim=1).indices // 8
         counts = torch.stack([(ranks == r).any(dim=1).sum() for r in range(8)]).double()
         assert float(counts[0] / counts[1:].mean()) == pytest.approx(ratio, rel=tolerance)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1.0), (1, 8, 4, 2.0), (4, 8, 8, 4.0), (8, 72, 9, 4.0)], ids=str)
+def test_precise_scores_give_other_ranks_as_many_tokens_as_one_another(
+    sizes: tuple[int, int, int, float],
+) -> None:
+    """As DeepEP's test of its own asks: the ratio within 10 %, and 2 % between the others."""
+    per_rank, ranks, top_k, ratio = sizes
+    hits = torch.zeros(4096, ranks)
+    scores = gate.get_unbalanced_scores(4096, per_rank * ranks, ranks, top_k, ratio, True)
+    hits.scatter_(1, scores.topk(top_k, dim=1).indices // per_rank, 1)
+    counts = hits.sum(0)
+    assert float(counts[0] / counts[1:].min()) == pytest.approx(ratio, rel=0.1)
+    assert float(counts[1:].max() / counts[1:].min()) < 1.02
 
 
 def test_bench_counts_its_calls() -> None:

@@ -96,11 +96,11 @@ class EventOverlap:
             self.event = None
             self.extra_tensors = None
 
-    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Run ``hook`` once, at the next wait. Raises: weft.Error when one is registered already."""
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Run a function once, at the next wait. Raises: weft.Error when one is registered already."""
         if self.hook_after_wait is not None:
-            raise invalid("hook", "a second hook", "one hook until the next wait")
-        self.hook_after_wait = hook
+            raise invalid("hook_after_wait", "a second hook", "one hook until the next wait")
+        self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """Return this object; with ``release_handle`` the next ``with`` block drops its event as it ends."""

@@ -50,26 +50,28 @@ def dispatch(
     global_idx = exchange(topk_idx)
     is_local = (global_idx >= rank * per_rank) & (global_idx < (rank + 1) * per_rank)
     local_idx = torch.where(is_local, global_idx - rank * per_rank, -1)
-    source_ids = rank * num_max_tokens_per_rank + torch.arange(data.size(0), device=data.device)
+    src_token_global_idx = rank * num_max_tokens_per_rank + torch.arange(data.size(0), device=data.device)
     rows = (exchange(x[0]), exchange(x[1])) if isinstance(x, tuple) else exchange(x)
-    return rows, local_idx, exchange(topk_weights), exchange(source_ids), received
+    return rows, local_idx, exchange(topk_weights), exchange(src_token_global_idx), received
 
 
 def generate_pre_combine_data(
-    source_ids: Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
+    src_token_global_idx: Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Tensor:
     """Return bf16 [rows, top_k, hidden] computable on any rank from ids and the global seed."""
     num_slots = dist.get_world_size() * num_max_tokens_per_rank * num_topk
-    slots = torch.arange(num_topk, device=source_ids.device)
-    slot_ids = source_ids.long().unsqueeze(1) * num_topk + slots
+    slots = torch.arange(num_topk, device=src_token_global_idx.device)
+    slot_ids = src_token_global_idx.long().unsqueeze(1) * num_topk + slots
     phase = ((slot_ids * 131071 % num_slots) + 1).float() / num_slots
-    channels = torch.arange(1, hidden + 1, device=source_ids.device, dtype=torch.float32)
+    channels = torch.arange(1, hidden + 1, device=src_token_global_idx.device, dtype=torch.float32)
     return torch.sin(phase.unsqueeze(2) * channels + math.sin(get_global_seed())).bfloat16()
 
 
-def ordered_accumulate(data: Tensor, init: Tensor | None = None) -> Tensor:
-    """Return bf16 [tokens, hidden]: init plus data [tokens, n, hidden], added in ascending n in float32."""
-    total = torch.zeros_like(data[:, 0], dtype=torch.float32) if init is None else init.float()
+def ordered_accumulate(data: Tensor, initial_value: Tensor | None = None) -> Tensor:
+    """Return bf16 [tokens, hidden]: initial_value plus data [tokens, n, hidden], added in ascending n in float32."""
+    total = (
+        torch.zeros_like(data[:, 0], dtype=torch.float32) if initial_value is None else initial_value.float()
+    )
     for slot in range(data.size(1)):
         total = total + data[:, slot].float()
     return total.bfloat16()

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import invalid
-
-_PRECISION = 0.02
-_MAX_STEPS = 50
+from weft.moe.config import ceil_div
 
 
 def get_unbalanced_scores(
@@ -26,7 +24,7 @@ def get_unbalanced_scores(
     Args:
         num_experts: a multiple of num_ranks.
         ratio: rank 0's traffic over the mean of the other ranks', 1 or more.
-        precise: move single tokens until the ratio is within 10 %, where any routing can reach it.
+        precise: the ratio is met to a token, and the other ranks get as many as one another, where any routing can do so.
     """
     if ratio < 1:
         raise invalid("ratio", ratio, "1 or more")
@@ -36,8 +34,9 @@ def get_unbalanced_scores(
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float32)
     if num_ranks == 1:
         return scores
-    scores = _favour_rank_0(scores, per_rank, num_topk, ratio)
-    return _move_tokens(scores, per_rank, num_topk, ratio) if precise else scores
+    if precise:
+        return scores + _planned(scores, per_rank, num_topk, ratio)
+    return _favour_rank_0(scores, per_rank, num_topk, ratio)
 
 
 def _hits(scores: Tensor, per_rank: int, num_topk: int) -> Tensor:
@@ -67,23 +66,26 @@ def _favour_rank_0(scores: Tensor, per_rank: int, num_topk: int, ratio: float) -
     return scores * factors
 
 
-def _move_tokens(scores: Tensor, per_rank: int, num_topk: int, ratio: float) -> Tensor:
-    """Take single tokens to or from rank 0 until the ratio is right or no token is left to move."""
-    scores = scores.clone()
-    for _ in range(_MAX_STEPS):
-        hits = _hits(scores, per_rank, num_topk)
-        error = _ratio(hits) / ratio - 1
-        if abs(error) < _PRECISION:
-            break
-        counts = hits.sum(dim=0).double()
-        wanted = float(counts[1:].mean()) * ratio - float(counts[0])
-        movable = (hits[:, 0] if wanted < 0 else ~hits[:, 0]).nonzero().flatten()
-        num_moved = min(max(int(abs(wanted) / 2), 1), len(movable))
-        if num_moved == 0:
-            break
-        moved = movable[torch.randperm(len(movable), device=movable.device)[:num_moved]]
-        if wanted < 0:
-            scores[moved, :per_rank] = -1.0
-        else:
-            scores[moved, 0] = scores[moved].amax(dim=1) + 1.0
-    return scores
+def _planned(scores: Tensor, per_rank: int, num_topk: int, ratio: float) -> Tensor:
+    """Return what to add to scores in [0, 1): 2 for an expert of each rank that a token shall go to, 1 for its others.
+
+    Tokens go to as many ranks as these scores would send them to, or fewer where rank 0 could not get its share.
+    """
+    num_tokens, device = scores.size(0), scores.device
+    num_ranks = scores.size(1) // per_rank
+    least, most = ceil_div(num_topk, per_rank), min(num_topk, num_ranks, 1 + (num_ranks - 1) / ratio)
+    of_token = min(max(float(_hits(scores, per_rank, num_topk).sum()) / num_tokens, least), most)
+    total = round(num_tokens * of_token)  # of pairs of a token and a rank
+    on_rank_0 = min(round(total * ratio / (ratio + num_ranks - 1)), num_tokens)
+    each, longer = divmod(total, num_tokens)
+    numbers = torch.arange(num_tokens, device=device)
+    hits_0 = numbers < on_rank_0
+    others = each + (numbers < longer).long() - hits_0.long()
+    # Others in turn, each token going on where the one before it stopped.
+    begins = others.cumsum(0) - others + int(torch.randint(num_ranks, ()))
+    ranks = torch.arange(num_ranks - 1, device=device)
+    turn = (ranks - begins.unsqueeze(1)) % (num_ranks - 1)
+    hits = torch.cat((hits_0.unsqueeze(1), turn < others.unsqueeze(1)), dim=1)[torch.randperm(num_tokens)]
+    by_rank = scores.unflatten(1, (num_ranks, per_rank))
+    is_best = by_rank == by_rank.amax(dim=2, keepdim=True)
+    return ((1 + is_best.float()) * hits.unsqueeze(2)).flatten(1)

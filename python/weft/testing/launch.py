@@ -25,6 +25,8 @@ import torch.distributed as dist
 from weft.errors import Error
 from weft.moe.arguments import check_deterministic_fill
 
+_DEFAULT_NIC_NAME = os.environ.get("EP_NIC_NAME", "mlx5_0")  # as in DeepEP
+
 
 class _Process:
     """What init_dist and init_seed decided for this process."""
@@ -116,7 +118,7 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 
 @lru_cache
-def get_rdma_gbs(nic_name: str = "mlx5_0") -> float:
+def get_rdma_gbs(nic_name: str = _DEFAULT_NIC_NAME) -> float:
     """Return the GB/s of a NIC's first port, or of the fastest NIC where there is none of that name.
 
     Infinite on a machine without NICs: programs divide by it, and none of their traffic takes that way.
@@ -135,7 +137,7 @@ def _port_gbs(nic_name: str) -> float:
 
 
 @lru_cache
-def check_fast_rdma_atomic_support(nic_name: str = "mlx5_0") -> bool:
+def check_fast_rdma_atomic_support(nic_name: str = _DEFAULT_NIC_NAME) -> bool:
     """Return whether the NIC is a ConnectX-8 or newer, whose remote atomics are fast."""
     model = re.match(r"MT(\d+)", _nic_attribute(nic_name, "hca_type"))
     return model is not None and int(model.group(1)) >= 4131

@@ -6,6 +6,7 @@ Tensors may be on any device; results are on the same one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -38,9 +39,9 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
-def safe_div(x: float, y: float) -> float:
-    """Return x / y, and 0 for 0 / 0."""
-    return 0 if x == 0 and y == 0 else x / y
+def safe_div(a: float, b: float) -> float:
+    """Return a / b, and 0 for 0 / 0."""
+    return 0 if a == 0 and b == 0 else a / b
 
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,25 +51,25 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return quantized[:, : x.size(1)].contiguous(), scales
 
 
-def per_token_cast_back(quantized: Tensor, scales: Tensor) -> Tensor:
-    """Return bf16 q * scale; scales are float32 per 128 channels, or int32 of packed exponents per 512.
+def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
+    """Return bf16 x_fp8 * scale; scales are float32 per 128 channels, or int32 of packed exponents per 512.
 
     Scales of the same elements in rows of another length, as a client's view() makes them, are taken, too.
     """
-    hidden = quantized.size(1)
-    if scales.size(0) != quantized.size(0):
-        scales = scales.reshape(quantized.size(0), -1)
-    groups = scales.size(1) * (4 if scales.dtype == torch.int32 else 1)
-    padded = torch.nn.functional.pad(quantized.float(), (0, groups * SCALE_GROUP - hidden))
-    return dequantize_fp8(padded, scales)[:, :hidden].bfloat16()
+    hidden = x_fp8.size(1)
+    if x_scales.size(0) != x_fp8.size(0):
+        x_scales = x_scales.reshape(x_fp8.size(0), -1)
+    groups = x_scales.size(1) * (4 if x_scales.dtype == torch.int32 else 1)
+    padded = torch.nn.functional.pad(x_fp8.float(), (0, groups * SCALE_GROUP - hidden))
+    return dequantize_fp8(padded, x_scales)[:, :hidden].bfloat16()
 
 
-def inplace_unique(x: Tensor, num_ids: int) -> None:
-    """Replace each row of int x [rows, n] by its distinct ids of [0, num_ids), descending, -1 after them."""
-    seen = torch.zeros((x.size(0), num_ids + 1), dtype=torch.bool, device=x.device)
-    seen.scatter_(1, torch.where(x < 0, num_ids, x).long(), True)
-    ids = torch.arange(num_ids, device=x.device).expand(x.size(0), -1)
-    found = torch.where(seen[:, :num_ids], ids, -1).sort(dim=1, descending=True).values[:, : x.size(1)]
+def inplace_unique(x: Tensor, num_slots: int) -> None:
+    """Replace each row of int x [rows, n] by its distinct ids of [0, num_slots), descending, -1 after them."""
+    seen = torch.zeros((x.size(0), num_slots + 1), dtype=torch.bool, device=x.device)
+    seen.scatter_(1, torch.where(x < 0, num_slots, x).long(), True)
+    ids = torch.arange(num_slots, device=x.device).expand(x.size(0), -1)
+    found = torch.where(seen[:, :num_slots], ids, -1).sort(dim=1, descending=True).values[:, : x.size(1)]
     x.fill_(-1)
     x[:, : found.size(1)] = found.to(x.dtype)
 
@@ -81,24 +82,26 @@ def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) ->
     return torch.where(chosen.unsqueeze(2), per_group, torch.zeros_like(per_group)).flatten(1)
 
 
-def hash_tensor(tensor: Tensor) -> int:
+def hash_tensor(t: Tensor) -> int:
     """Return the sum of the tensor's bytes read as int32, zero-padded at the end."""
-    raw = tensor.contiguous().flatten().view(torch.uint8)
+    raw = t.contiguous().flatten().view(torch.uint8)
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))
     return int(padded.view(torch.int32).sum().item())
 
 
-def hash_tensors(*tensors: Tensor) -> int:
-    """Return the exclusive or of the tensors' hashes."""
-    return reduce(lambda value, tensor: value ^ hash_tensor(tensor), tensors, 0)
+def hash_tensors(*nested: Any) -> int:
+    """Return the exclusive or of the hashes of all tensors in nested lists and tuples; None counts nothing."""
+    return reduce(lambda value, tensor: value ^ hash_tensor(tensor), _tensors_in(nested), 0)
 
 
 def count_bytes(*nested: Any) -> int:
     """Return the bytes of all tensors in nested lists and tuples; None counts nothing."""
-    total = 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(nested))
+
+
+def _tensors_in(nested: Any) -> Iterator[Tensor]:
     for item in nested:
         if isinstance(item, (list, tuple)):
-            total += count_bytes(*item)
+            yield from _tensors_in(item)
         elif item is not None:
-            total += item.numel() * item.element_size()
-    return total
+            yield item

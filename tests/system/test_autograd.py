@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from weft.moe import autograd
 from weft.moe.buffer import Buffer
@@ -200,3 +202,42 @@ def _routes_written_again(me: Rank) -> None:
 
 def test_routes_may_be_written_before_the_backward_pass() -> None:
     run_ranks(2, _routes_written_again, with_gpus=False)
+
+
+def _checkpointed(me: Rank, mode: str) -> None:
+    """Three layers, recomputed in the backward pass, have the gradients of layers that are not."""
+    x, topk_idx, weights = inputs_of(me.rank, 7, EXPERTS_PER_RANK * me.size)
+    if mode == "phases":
+        sizes = {"hidden_dim": HIDDEN, "num_experts_per_token": TOP_K}
+        experts = EXPERTS_PER_RANK * me.size
+        a2a = P2PAllToAll(me.group, max_num_tokens=8, num_experts=experts, **sizes, device="cpu")
+    else:
+        buffer = Buffer(me.group, num_nvl_bytes=1 << 20, device="cpu")
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        if mode == "phases":
+            rows = autograd.p2p_dispatch_recv(autograd.p2p_dispatch_send(a2a, x, topk_idx, weights))
+            returning = autograd.p2p_combine_send(torch.nn.functional.gelu(rows.x), rows)
+            return torch.nn.functional.gelu(x) + autograd.p2p_combine_recv(returning)
+        arrived = autograd.dispatch(buffer, x, topk_idx, weights, EXPERTS_PER_RANK * me.size)
+        return x + autograd.combine(buffer, torch.nn.functional.gelu(arrived.x), arrived.handle)
+
+    def gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        first = x.clone().requires_grad_()
+        y = first
+        for _ in range(3):
+            y = run(y)
+        y.float().sum().backward()
+        assert first.grad is not None
+        return first.grad
+
+    wanted = gradient(layer)
+    with set_checkpoint_early_stop(mode != "phases"):
+        for _ in range(2):
+            got = gradient(lambda y: checkpoint(layer, y, use_reentrant=mode == "reentrant"))
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "phases"])
+def test_layers_may_be_recomputed(mode: str) -> None:
+    run_ranks(2, _checkpointed, mode, with_gpus=False)

@@ -486,6 +486,8 @@ def _refused(rank: Rank) -> None:
         exchange(rank, a2a, case, form)  # nothing of all that was sent
     with pytest.raises(Error, match="used after destroy"):
         a2a.dispatch_send(x, ids, weights)
+    with pytest.raises(Error, match="used after destroy"):
+        a2a.combine_recv(handle)
 
 
 def test_what_is_wrong_is_named_and_nothing_is_sent() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.config import MAX_SMS, check_whole
+from weft.moe.config import MAX_SMS, check_flags, check_whole
 from weft.moe.elastic import ElasticBuffer
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.elastic_sizes import MAX_HIDDEN
@@ -92,14 +92,13 @@ class HybridEPBuffer:
         num_sms_dispatch_api: int | None = None,
         num_sms_combine_api: int | None = None,
         num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
         load_cached_kernels: bool = False,
         use_shared_buffer: bool = True,
         enable_custom_allgather: bool = False,
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
-        *,
-        num_blocks_permute: int | None = None,
-        num_blocks_unpermute: int | None = None,
     ) -> None:
         hidden = check_whole("hidden_dim", hidden_dim, 1, MAX_HIDDEN)
         tokens = check_whole("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, arguments.MAX_ROWS)
@@ -148,9 +147,16 @@ class HybridEPBuffer:
         hidden_dim: int | None = None,
         num_of_tokens_per_rank: int | None = None,
         num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
         use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
     ) -> HybridEPConfig:
-        """Return the sizes of a call; the most tokens of a rank, rounded up to 16, grow with it. None: the buffer's."""
+        """Return the sizes of a call; the most tokens of a rank, rounded up to 16, grow with it. None: the buffer's.
+
+        pad_multiple, use_fp8 and fuse_permute_dispatch change no size.
+        """
+        check_whole("pad_multiple", pad_multiple or 0, 0)
+        check_flags(use_fp8=bool(use_fp8), fuse_permute_dispatch=fuse_permute_dispatch)
         known = self.config
         hidden = check_whole("hidden_dim", hidden_dim or known.hidden_dim, 1, MAX_HIDDEN)
         tokens = check_whole("num_of_tokens_per_rank", num_of_tokens_per_rank or 0, 0, arguments.MAX_ROWS)
@@ -405,7 +411,7 @@ def _weights_of(ids: Tensor, probs: Tensor | None, topk_weights: Tensor | None) 
 
 
 def _config_of(handle: Handle | None) -> tuple[HybridEPConfig, EPHandle]:
-    for entry in handle or ():
+    for entry in handle if isinstance(handle, (tuple, list)) else ():
         if isinstance(entry, HybridEPConfig) and entry.ep_handle is not None:
             return entry, entry.ep_handle
     raise invalid("handle", type(handle).__name__, "the handle of a dispatch")

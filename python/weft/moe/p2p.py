@@ -397,13 +397,17 @@ class P2PAllToAll:
                     raise invalid(name, given, "the same on all ranks")
 
     def _next_context(self) -> DeviceContext:
-        if not self._contexts:
-            raise Error("P2PAllToAll: used after destroy(), allowed: calls before it", "closed")
+        self._check_alive()
         return self._turns.next()
 
     # -- checks ----------------------------------------------------------------------------------------------
 
+    def _check_alive(self) -> None:
+        if not self._contexts:
+            raise Error("P2PAllToAll: used after destroy(), allowed: calls before it", "closed")
+
     def _check_phase(self, handle: object, after: str | tuple[str, ...], phase: str) -> None:
+        self._check_alive()
         if not isinstance(handle, P2PHandle) or handle.context not in self._contexts:
             raise invalid(
                 "handle", arguments.describe(handle), "what dispatch_send() of this object returned"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral stand-ins for the functions of torch.cuda that Megatron-LM calls where no GPU is: work on the CPU is finished
+"""Neutral stand-ins for the functions of torch.cuda that programs call where no GPU is: work on the CPU is finished
 when a call returns, so a stream and an event have nothing to order.
 
     cuda_stand_ins.install()    # before megatron.core is imported
@@ -11,6 +11,7 @@ sizes only where it copies them from a GPU. Megatron's own files stay as they ar
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Event:
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0  # ms; times mean nothing here
 
 
 class Stream:
@@ -54,6 +58,8 @@ def install() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.synchronize = lambda device=None: None
     cuda.Stream, cuda.Event = Stream, Event
+    cuda._sleep = lambda cycles: None
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=8, name="none")
     dist.all_to_all_single = _with_plain_sizes(dist.all_to_all_single)
 
 

@@ -35,7 +35,9 @@ def _init_process_group(*_: Any, **options: Any) -> None:
 
 
 def _all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """As NCCL does, whatever the shape of the output: gloo wants the input's, longer."""
+    """As NCCL does, whatever the shape of the output, and of FP8, too: gloo wants the input's shape, longer."""
+    if tensor.element_size() == 1:
+        output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
     return _GATHER(output.view(-1, *tensor.shape[1:]), tensor, *args, **options)
 
 

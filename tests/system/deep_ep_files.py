@@ -22,8 +22,11 @@ import uccl_benches
 
 import deep_ep.utils.testing
 
-
-_GPU_SIZED = {(131072, 32768), (64_000_000,), (8192, 8192)}  # shapes: what empties a cache, factors of a product
+_GPU_SIZED = {
+    (131072, 32768),
+    (64_000_000,),
+    (8192, 8192),
+}  # shapes: what empties a cache, factors of a product
 
 
 def _fork(function: Any, args: Any = (), nprocs: int = 1, **_: Any) -> Any:

@@ -174,6 +174,12 @@ class FakeMpi:
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
 
+    @classmethod
+    def of(cls, rank: Rank) -> FakeMpi:
+        """Return the rank's only one: another would find files of the same numbers."""
+        mpi: FakeMpi = rank.kept.setdefault("mpi", cls(rank))
+        return mpi
+
     def Get_rank(self) -> int:
         return self._rank.rank
 

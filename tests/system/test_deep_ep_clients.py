@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import newer_clients
+import newest_clients
 import pytest
 import torch
 from moe_checks import FakeMpi, check_combined, expert_output
@@ -344,7 +345,7 @@ def sglang_overlap(rank: Rank) -> None:
 
 @row
 def tensorrt_llm_comm(rank: Rank) -> None:
-    comm = FakeMpi(rank)
+    comm = FakeMpi.of(rank)
     buffer = deep_ep.Buffer(None, *hinted_sizes(rank.size, CASE.hidden * 2), comm=comm)
     assert buffer.group is comm
     recv_x, _, _, _, handle, event = dispatch(buffer, rank.rank)
@@ -477,7 +478,7 @@ def deep_ep_hook_after_wait(rank: Rank) -> None:
     assert event.hook_after_wait is fails_once
 
 
-for _check in newer_clients.CHECKS:
+for _check in (*newer_clients.CHECKS, *newest_clients.CHECKS):
     row(_check)
 
 

@@ -25,14 +25,25 @@ ncclResult_t answer(const Status& status, ncclComm_t comm = nullptr);
 // The answer where only the real library could help, and it is not there.
 ncclResult_t lacking(const char* name, ncclComm_t comm = nullptr);
 
-// Calls the real library's function with the shadow.
-template <class R, class... Parameters, class... Arguments>
-ncclResult_t pass(R (*)(ncclComm_t, Parameters...), const char* name, ncclComm_t comm,
-                  Arguments... arguments) {
-  if (!comm) return answer(Status::invalid("{}: comm: got null", name));
+// The real library's communicator behind this one. The real library may reach what it exports through the dynamic
+// linker, which finds this library's functions: then the communicator is its own.
+inline ncclComm_t shadow(ncclComm_t comm) {
+  return comm->is_ours() ? comm->real() : comm;
+}
+
+// Calls the real library's function with the shadow; `failed` turns a failure's code into what the function returns.
+template <class R, class... Parameters, class Failed, class... Arguments>
+R pass_or(Failed failed, R (*)(ncclComm_t, Parameters...), const char* name, ncclComm_t comm,
+          Arguments... arguments) {
+  if (!comm) return failed(answer(Status::invalid("{}: comm: got null", name)));
   const auto function = real<R (*)(ncclComm_t, Parameters...)>(name);
-  if (!comm->real() || !function) return lacking(name, comm);
-  return function(comm->real(), arguments...);
+  if (!shadow(comm) || !function) return failed(lacking(name, comm->is_ours() ? comm : nullptr));
+  return function(shadow(comm), arguments...);
+}
+template <class... Parameters, class... Arguments>
+ncclResult_t pass(ncclResult_t (*function)(ncclComm_t, Parameters...), const char* name, ncclComm_t comm,
+                  Arguments... arguments) {
+  return pass_or([](ncclResult_t result) { return result; }, function, name, comm, arguments...);
 }
 template <class R, class... Parameters, class... Arguments>
 ncclResult_t pass_plain(R (*)(Parameters...), const char* name, Arguments... arguments) {

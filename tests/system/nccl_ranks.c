@@ -583,6 +583,68 @@ static void groups(void) {
   OK(ncclCommDestroy(comm));
 }
 
+/* From nccl_device.h, which Weft has no part in. */
+typedef struct {
+  int nRanks, rank, stride;
+} ncclTeam_t;
+ncclResult_t ncclCommQueryProperties(ncclComm_t comm, void* properties);
+ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void* requirements, void* made);
+ncclResult_t ncclLsaBarrierCreateRequirement(ncclTeam_t team, int barriers, void* handle, void* requirement);
+ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int peer, void** out);
+ncclResult_t ncclParamBind(ncclParamHandle_t* out, const char* key);
+ncclResult_t ncclParamGetI32(ncclParamHandle_t handle, int32_t* out);
+int ncclLLA2ACalcSlots(int elements, int element_bytes);
+ncclTeam_t ncclTeamWorld(ncclComm_t comm);
+ncclTeam_t ncclTeamLsa(ncclComm_t comm);
+int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int of_rank);
+
+/* What only the real library could do. Every failure leaves its own words. */
+static void lacks(ncclComm_t comm) {
+  char bytes[256] = {0};
+  void* address = NULL;
+  ncclParamHandle_t parameter = NULL;
+  int32_t number = 0;
+  const ncclTeam_t team = {ranks, rank, 1};
+#define LACKS(function, comm_, call, failed) \
+  MUST((call) == (failed) && strstr(ncclGetLastError(comm_), #function " needs the real NCCL"))
+#define LACKS_RESULT(function, comm_, ...) \
+  LACKS(function, comm_, function(__VA_ARGS__), ncclInvalidUsage)
+  LACKS_RESULT(ncclPutSignal, comm, bytes, 1, ncclFloat32, 0, NULL, 0, 0, 0, 0, comm, NULL);
+  LACKS_RESULT(ncclCommSuspend, comm, comm, 0);
+  LACKS_RESULT(ncclCommQueryProperties, comm, comm, bytes);
+  LACKS_RESULT(ncclDevCommCreate, comm, comm, bytes, bytes);
+  LACKS(ncclTeamWorld, comm, ncclTeamWorld(comm).nRanks, 0);
+  LACKS(ncclTeamRankToWorld, comm, ncclTeamRankToWorld(comm, team, 0), -1);
+  LACKS_RESULT(ncclLsaBarrierCreateRequirement, NULL, team, 1, bytes, bytes);
+  LACKS_RESULT(ncclGetLsaDevicePointer, NULL, NULL, 0, 0, &address);
+  LACKS_RESULT(ncclParamBind, NULL, &parameter, "X");
+  LACKS_RESULT(ncclParamGetI32, NULL, parameter, &number);
+  LACKS(ncclLLA2ACalcSlots, NULL, ncclLLA2ACalcSlots(1, 1), -1);
+#undef LACKS_RESULT
+#undef LACKS
+  MUST(ncclDevCommCreate(NULL, bytes, bytes) == ncclInvalidArgument);
+  MUST(strstr(ncclGetLastError(NULL), "ncclDevCommCreate: comm: got null"));
+}
+
+/* The real library (nccl_real.c) does what Weft has no part in, with its own communicators, too: it may reach this
+ * library's functions by their names. */
+static void lends(void) {
+  struct {
+    uint64_t magic;
+    int rank;
+  } theirs = {0xfeed, 2};
+  ncclComm_t comm = (ncclComm_t)&theirs;
+  const ncclTeam_t team = ncclTeamLsa(comm);
+  MUST(team.nRanks == 6 && team.rank == 2 && team.stride == 3);
+  MUST(ncclTeamRankToWorld(comm, team, 1) == 6 + 2 + 3 + 1);
+  ncclTeam_t written = {0, 0, 0};
+  OK(ncclLsaBarrierCreateRequirement(team, 7, NULL, &written));
+  MUST(written.nRanks == 6 && written.rank == 7 && written.stride == 3);
+  int32_t number = 0;
+  OK(ncclParamGetI32(NULL, &number));
+  MUST(number == 17);
+}
+
 static void errors(void) {
   int version = 0;
   OK(ncclGetVersion(&version));
@@ -604,8 +666,7 @@ static void errors(void) {
   MUST(strstr(ncclGetLastError(comm), "allowed: 0 to"));
   MUST(ncclSend(x, 4, ncclFloat32, rank, comm, NULL) == ncclInvalidUsage);
   MUST(ncclGroupEnd() == ncclInvalidUsage);
-  MUST(ncclPutSignal(x, 1, ncclFloat32, 0, NULL, 0, 0, 0, 0, comm, NULL) == ncclInvalidUsage);
-  MUST(strstr(ncclGetLastError(comm), "needs the real NCCL"));
+  lacks(comm);
   MUST(!strcmp(ncclGetErrorString(ncclSuccess), "no error") && ncclGetErrorString((ncclResult_t)99));
   ncclResult_t state = ncclInternalError;
   OK(ncclCommGetAsyncError(comm, &state));
@@ -852,6 +913,7 @@ int main(int count, char** arguments) {
                {"splits", splits},
                {"groups", groups},
                {"errors", errors},
+               {"lends", lends},
                {"lost", lost},
                {"differ", differ},
                {"messages_differ", messages_differ},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -173,17 +174,43 @@ def test_a_bad_program_book_is_named_and_left_out(program: Path, tmp_path: Path)
     assert "bad.book" in said and "not used" in said
 
 
+def test_what_weft_has_no_part_in_goes_to_the_real_library(program: Path, tmp_path: Path) -> None:
+    real = tmp_path / "libreal.so"
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    source = SOURCE.with_name("nccl_real.c")
+    subprocess.run(["cc", *flags, str(source), "-o", str(real)], check=True, timeout=100)
+    _pass(program, "lends", 1, tmp_path, WEFT_NCCL_LIBRARY=str(real))
+
+
+def _symbols(library: Path, option: str) -> set[str]:
+    said = subprocess.run(["nm", "-D", option, library], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1].split("@")[0] for line in said.splitlines()}
+    return {name for name in names if name.startswith(("nccl", "pnccl"))}
+
+
 def test_every_name_of_the_real_library_is_exported() -> None:
-    """What a program or PyTorch may import from NCCL, by its header."""
-    names = subprocess.run(
-        ["nm", "-D", "--defined-only", LIBRARY / "libnccl.so.2"], capture_output=True, text=True, check=True
-    ).stdout
-    ours = {line.split()[-1] for line in names.splitlines()}
-    assert {name for name in ours if not name.startswith(("nccl", "pnccl", "weftNccl"))} == set()
+    found = importlib.util.find_spec("nvidia.nccl")
+    folders = found.submodule_search_locations if found else None
+    real = Path(next(iter(folders or ["/"]))) / "lib" / "libnccl.so.2"
+    if not real.exists():
+        pytest.skip("no real NCCL is installed as nvidia-nccl")
+    ours = _symbols(LIBRARY / "libnccl.so.2", "--defined-only")
+    missing = _symbols(real, "--defined-only") - ours
+    assert not missing, sorted(missing)
+
+
+def test_every_name_that_torch_imports_is_exported() -> None:
     torch = pytest.importorskip("torch")
     library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
     if not library.exists():
         pytest.skip("this torch has no CUDA, so it imports nothing of NCCL")
-    wanted = subprocess.run(["nm", "-D", "-u", library], capture_output=True, text=True, check=True).stdout
-    imported = {line.split()[-1].split("@")[0] for line in wanted.splitlines() if " nccl" in line}
-    assert imported <= ours, sorted(imported - ours)
+    missing = _symbols(library, "-u") - _symbols(LIBRARY / "libnccl.so.2", "--defined-only")
+    assert not missing, sorted(missing)
+
+
+def test_no_other_name_is_exported() -> None:
+    said = subprocess.run(
+        ["nm", "-D", "--defined-only", LIBRARY / "libnccl.so.2"], capture_output=True, text=True, check=True
+    ).stdout
+    names = {line.split()[-1] for line in said.splitlines()}
+    assert {name for name in names if not name.startswith(("nccl", "pnccl", "weftNccl"))} == set()

@@ -165,6 +165,19 @@ Status ncclComm::make_runners() {
   return {};
 }
 
+// For one rank, which has no runners: what multiplies by the scalars of its operators.
+Status ncclComm::make_scaler() {
+  if (!device_.is_host()) weft::nccl::find_toolchain();
+  WEFT_TRY_ASSIGN(comm_, weft::Communicator::create(bootstrap_, device_));
+  WEFT_TRY_ASSIGN(scaler_,
+                  weft::CollectiveRunner::create(comm_, {.channels = 1,
+                                                         .simple_slot_bytes = weft::nccl::kUnusedSlotBytes,
+                                                         .ll_slot_bytes = weft::nccl::kUnusedSlotBytes,
+                                                         .has_exchanges = false,
+                                                         .orders_streams = false}));
+  return {};
+}
+
 // The real library works on the thread's current device, which in a thread of ours is the first one.
 Status ncclComm::make_shadow(const ncclUniqueId& real_id, const ncclConfig_t* config) {
   WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
@@ -256,6 +269,8 @@ void ncclComm::note(const Status& status) {
 
 Result<ncclRedOp_t> ncclComm::add_op(const weft::nccl::PreMulSum& op) {
   std::lock_guard lock(mutex_);
+  // Now, since it takes memory, which a call under capture cannot get.
+  if (size_ == 1 && !real_ && !scaler_) WEFT_TRY(make_scaler());
   // PyTorch makes one for each call, and lets it go: its number is free again.
   auto place = std::ranges::find_if(ops_, [](const auto& known) { return !known.is_alive; });
   if (place == ops_.end())

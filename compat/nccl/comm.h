@@ -117,6 +117,7 @@ struct ncclComm {
 
   Status meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_have_real);
   Status make_runners();
+  Status make_scaler();
   Status make_shadow(const ncclUniqueId& real_id, const ncclConfig_t* config);
   // Whether all ranks say yes; errors: kPeerLost.
   weft::Result<bool> agree(bool mine);
@@ -134,6 +135,7 @@ struct ncclComm {
   weft::Result<PlannedRun> plan_program(const Operation& operation);
   weft::Result<Buffers> buffers_of(const Operation& operation);
   weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
+  Status multiply(std::byte* data, uint64_t elems, const Operation& operation);
   Status exchange(const std::vector<const Operation*>& operations);
   // Gives the plan that it ran.
   weft::Result<const PlannedRun*> exchange_round(const std::vector<const Operation*>& sends,
@@ -163,6 +165,7 @@ struct ncclComm {
   std::shared_ptr<weft::Communicator> comm_;
   std::unique_ptr<weft::ProgramBook> book_;
   std::unique_ptr<weft::CollectiveRunner> collectives_, pairs_;
+  std::unique_ptr<weft::CollectiveRunner> scaler_;                // of one rank, if there are operators
   std::map<std::pair<uint32_t, int>, uint32_t> loaded_;           // by (program of the book, root)
   std::map<std::pair<uint64_t, uint64_t>, PlannedCall> planned_;  // by form_of()
   std::map<Round, PlannedRun, RoundOrder> planned_rounds_;

@@ -13,7 +13,6 @@
 #include "base/log.h"
 #include "compat/nccl/comm.h"
 #include "compat/nccl/real.h"
-#include "kernels/collective/element.cuh"
 
 using weft::BookCollective;
 using weft::Code;
@@ -46,6 +45,10 @@ Reduction reduction_of(ncclRedOp_t op) {
 bool reduces(Function function) {
   return function == Function::kAllReduce || function == Function::kReduceScatter ||
          function == Function::kReduce;
+}
+
+bool is_premultiplied(const Operation& o) {
+  return reduces(o.function) && o.op >= ncclNumOps;
 }
 
 bool is_transfer(Function function) {
@@ -107,19 +110,6 @@ std::pair<BookCollective, uint64_t> program_of(Function function, int ranks) {
     default:
       return {BookCollective::kAllReduce, 1};
   }
-}
-
-void multiply_on_host(Element element, std::byte* data, uint64_t elems, const void* factor_at) {
-  element::with_format(ProgramShape{static_cast<int64_t>(element), 0, 0}, [&](auto format) {
-    using Format = decltype(format);
-    typename Format::Stored factor, stored;
-    std::memcpy(&factor, factor_at, sizeof factor);
-    for (uint64_t i = 0; i < elems; ++i, data += sizeof stored) {
-      std::memcpy(&stored, data, sizeof stored);
-      stored = element::multiplied<Format>(stored, factor);
-      std::memcpy(data, &stored, sizeof stored);
-    }
-  });
 }
 
 // What calls that differ in addresses alone have in common, as PlannedCalls::collectives knows them.
@@ -195,9 +185,10 @@ bool ncclComm::serves(const Operation& operation) {
   if (!is_weft_) return false;
   if (!real_) return true;  // nobody else would
   if (is_forwarded_[static_cast<size_t>(operation.function)]) return false;
-  if (weft::nccl::reduces(operation.function) && operation.op >= ncclNumOps) {
-    return find_op(operation.op) && (size_ > 1 || device_.is_host());  // no kernel was made for one rank
+  if (weft::nccl::is_premultiplied(operation)) {
+    return find_op(operation.op) && size_ > 1;  // add_op() made no kernel for one rank
   }
+  if (size_ == 1) return true;  // a copy
   // Tables of sizes are host memory at the time of the call, which a replayed graph would not see.
   // Programs of other roots than 0 would have to be loaded. An exchange has none of both.
   const bool has_tables =
@@ -316,23 +307,24 @@ Status ncclComm::serve_alone(const Operation& o) {
     return copy(o.dst + sizes.dst_places[0] * bytes, o.src + sizes.src_places[0] * bytes,
                 sizes.src_counts[0] * bytes, o.stream);
   }
-  WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
-  return copy(o.dst, src, o.count * weft::nccl::bytes_of(o.type), o.stream);
+  WEFT_TRY(copy(o.dst, o.src, o.count * weft::nccl::bytes_of(o.type), o.stream));
+  return weft::nccl::is_premultiplied(o) ? multiply(o.dst, o.count, o) : Status();
 }
 
 // The input; multiplied by the operator's scalar, and elsewhere, if it has one.
 Result<const std::byte*> ncclComm::premultiplied(const Operation& o, uint64_t elems) {
-  if (!weft::nccl::reduces(o.function) || o.op < ncclNumOps) return o.src;
-  const PreMulSum* op = find_op(o.op);
-  const Element element = weft::nccl::element_of(o.type);
+  if (!weft::nccl::is_premultiplied(o)) return o.src;
   const uint64_t bytes = elems * weft::nccl::bytes_of(o.type);
   WEFT_TRY_ASSIGN(std::byte * data, staging(bytes));
   WEFT_TRY(copy(data, o.src, bytes, o.stream));
-  if (device_.is_host())
-    weft::nccl::multiply_on_host(element, data, elems, op->pointer ? op->pointer : &op->bits);
-  else
-    WEFT_TRY(collectives_->scale(element, {data, elems, op->pointer, op->bits}, o.stream));
+  WEFT_TRY(multiply(data, elems, o));
   return data;
+}
+
+Status ncclComm::multiply(std::byte* data, uint64_t elems, const Operation& o) {
+  const PreMulSum* op = find_op(o.op);
+  weft::CollectiveRunner& runner = scaler_ ? *scaler_ : *collectives_;
+  return runner.scale(weft::nccl::element_of(o.type), {data, elems, op->pointer, op->bits}, o.stream);
 }
 
 Result<weft::CollectiveRunner::PlannedRun> ncclComm::plan_program(const Operation& o) {

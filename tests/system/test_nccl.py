@@ -72,8 +72,13 @@ def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, rank
     _pass(program, "collectives", ranks, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_operators(program: Path, tmp_path: Path, ranks: int) -> None:
+    _pass(program, "operators", ranks, tmp_path)
+
+
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("test", ["operators", "transfers", "repeats", "splits", "groups"])
+@pytest.mark.parametrize("test", ["transfers", "repeats", "splits", "groups"])
 def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
     _pass(program, test, ranks, tmp_path)
 

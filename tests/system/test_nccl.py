@@ -67,7 +67,7 @@ def _pass(program: Path, test: str, ranks: int, folder: Path, **options: str) ->
     return answers[0][1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, ranks: int) -> None:
     _pass(program, "collectives", ranks, tmp_path)
 
@@ -152,6 +152,10 @@ def test_abort_ends_a_call_of_another_thread(program: Path, tmp_path: Path) -> N
 
 def test_several_communicators_in_one_process(program: Path, tmp_path: Path) -> None:
     _pass(program, "in_one_process", 1, tmp_path)
+
+
+def test_threads_of_one_process(program: Path, tmp_path: Path) -> None:
+    _pass(program, "in_threads", 1, tmp_path)
 
 
 @pytest.mark.parametrize("reads", ["1", "0"])

@@ -244,8 +244,10 @@ WEFT_NCCL_API ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handl
 WEFT_NCCL_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
                                                   int flags) {
   if (!comm || !buff || !win) return answer(Status::invalid("comm, buff or win: got null"));
-  if (comm->real())
+  if (shadow(comm)) {
+    join_real_group();
     return pass(ncclCommWindowRegister, "ncclCommWindowRegister", comm, buff, size, win, flags);
+  }
   *win = static_cast<ncclWindow_t>(buff);
   return ncclSuccess;
 }

@@ -157,7 +157,7 @@ WEFT_NCCL_API ncclResult_t ncclGroupEnd() {
 WEFT_NCCL_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   if (this_group().depth == 0)
     return answer(Status(Code::kUnsupported, "ncclGroupSimulateEnd without ncclGroupStart"));
-  if (--this_group().depth == 0) this_group() = {};
+  if (--this_group().depth == 0) drop_group();
   if (info) info->estimatedTime = NCCL_UNDEF_FLOAT;
   return ncclSuccess;
 }

@@ -113,6 +113,11 @@ ncclResult_t give_births(std::vector<Birth>& births) {
   }));
 }
 
+ncclResult_t end_real_group(const Group& group) {
+  const auto end = group.is_real_open ? real<decltype(&ncclGroupEnd)>("ncclGroupEnd") : nullptr;
+  return end ? end() : ncclSuccess;
+}
+
 bool has_root(Function function) {
   return function == Function::kBroadcast || function == Function::kReduce || function == Function::kGather ||
          function == Function::kScatter || function == Function::kSend || function == Function::kRecv;
@@ -158,9 +163,21 @@ Group& this_group() {
   return group;
 }
 
+void join_real_group() {
+  Group& group = this_group();
+  if (group.depth == 0 || group.is_real_open) return;
+  const auto start = real<decltype(&ncclGroupStart)>("ncclGroupStart");
+  group.is_real_open = start && start() == ncclSuccess;
+}
+
+void drop_group() {
+  (void)end_real_group(std::exchange(this_group(), {}));
+}
+
 ncclResult_t finish_group() {
   Group group = std::exchange(this_group(), {});
-  ncclResult_t result = group.refused;
+  const ncclResult_t ended = end_real_group(group);
+  ncclResult_t result = group.refused == ncclSuccess ? ended : group.refused;
   if (result == ncclSuccess) result = give_births(group.births);
   if (result == ncclSuccess) result = run_operations(std::move(group.operations));
   for (const OldOperator& old : group.old_operators) {

@@ -33,6 +33,7 @@ struct Group {
   std::vector<Operation> operations;
   std::vector<Birth> births;
   std::vector<OldOperator> old_operators;
+  bool is_real_open = false;           // the real library's group, beside this one
   ncclResult_t refused = ncclSuccess;  // the first call that was not accepted: nothing of the group runs then
 };
 Group& this_group();
@@ -40,6 +41,13 @@ Group& this_group();
 // Runs what has come together, one communicator after the other or side by side; nothing of it where a call of the
 // group was refused.
 ncclResult_t finish_group();
+
+// Inside a group: opens one of the real library, for calls of it that wait for other ranks until the group ends, which
+// may be ranks of this thread. finish_group() and drop_group() end it.
+void join_real_group();
+
+// Ends the group without running it.
+void drop_group();
 
 // Ends an operator, now or when the group has run.
 ncclResult_t end_operator(ncclComm_t comm, ncclRedOp_t op);

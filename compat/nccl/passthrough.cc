@@ -4,6 +4,7 @@
 // go to the real library; without one they fail in words. Structs that are passed by address are the affair of the
 // caller and the real library.
 #include "compat/nccl/answer.h"
+#include "compat/nccl/group.h"
 
 using namespace weft::nccl;  // NOLINT: these are this folder's own names
 
@@ -51,7 +52,11 @@ int no_number(ncclResult_t /*result*/) {
 // ---- device communicators, and what they are asked to have
 
 WEFT_PASS_COMM(ncclCommQueryProperties, (ncclComm_t comm, void* properties), properties)
-WEFT_PASS_COMM(ncclDevCommCreate, (ncclComm_t comm, const void* requirements, void* made), requirements, made)
+WEFT_NCCL_API ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void* requirements, void* made) {
+  join_real_group();
+  return pass(ncclDevCommCreate, "ncclDevCommCreate", comm, requirements, made);
+}
+WEFT_PROFILED(ncclDevCommCreate)
 WEFT_PASS_COMM(ncclDevCommDestroy, (ncclComm_t comm, const void* made), made)
 WEFT_PASS_COMM(ncclGinBarrierCreateRequirement,
                (ncclComm_t comm, ncclTeam team, int barriers, void* handle, void* requirement), team,

@@ -676,6 +676,23 @@ static void lends(void) {
   int32_t number = 0;
   OK(ncclParamGetI32(NULL, &number));
   MUST(number == 17);
+  for (int turn = 0; turn < 2; ++turn) { /* what is collective in one group, for ranks of this thread */
+    int made[2] = {0, 0};
+    ncclWindow_t window = NULL;
+    OK(ncclGroupStart());
+    OK(ncclGroupStart());
+    for (int i = 0; i < 2; ++i) OK(ncclDevCommCreate(comm, NULL, &made[i]));
+    OK(ncclCommWindowRegister(comm, &number, 4, &window, NCCL_WIN_COLL_SYMMETRIC));
+    OK(ncclGroupEnd());
+    MUST(made[0] == 0);
+    OK(ncclGroupEnd());
+    MUST(made[0] == 3 && made[1] == 3 && window);
+  }
+  MUST(ncclDevCommCreate(comm, NULL, &number) == ncclInvalidUsage); /* outside of a group it would wait */
+  OK(ncclGroupStart());
+  OK(ncclDevCommCreate(comm, NULL, &number));
+  OK(ncclGroupSimulateEnd(NULL));
+  MUST(ncclDevCommCreate(comm, NULL, &number) == ncclInvalidUsage);
 }
 
 static void errors(void) {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import weft
 from weft.moe import autograd
@@ -129,6 +130,25 @@ def check_ordinary(rank: Rank, name: str, case: MoeCase) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_outputs_are_ordinary_tensors(pair: RankPool, name: str, case: MoeCase) -> None:
     pair.run(check_ordinary, name, case)
+
+
+def check_profiled(rank: Rank, case: MoeCase) -> None:
+    """torch's profiler sees the rows that lie in the window come and go."""
+    buffer = weft.Buffer(rank.group, 1 << 20)
+    dispatch(buffer, case, rank.rank)  # what is made once, is
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        rows = dispatch(buffer, case, rank.rank)[0]
+        num_bytes = rows.nbytes
+        assert num_bytes >= LARGE_BYTES
+        with torch.profiler.record_function("rows go"):
+            del rows
+    used = {event.key: event.self_cpu_memory_usage for event in seen.key_averages()}
+    assert used["rows go"] == -num_bytes
+    assert sum(usage for usage in used.values() if usage > 0) >= num_bytes
+
+
+def test_memory_profilers_see_rows_in_the_window(pair: RankPool) -> None:
+    pair.run(check_profiled, CASES[1])
 
 
 def _nvfp4_rows(rank: Rank, case: MoeCase) -> list[Tensor]:

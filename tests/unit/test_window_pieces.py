@@ -65,7 +65,7 @@ class Window:
 
     def storage_in(self, lease: Lease, can_be_freed: bool = True) -> tuple[StorageOwner, torch.Tensor]:
         tensor, owner = torch.zeros(8), lease.share()
-        owner.lies_at(tensor.untyped_storage().data_ptr(), can_be_freed)
+        owner.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device, can_be_freed)
         return owner, tensor
 
 
@@ -152,7 +152,7 @@ def test_a_place_that_is_lent_again_starts_without_streams() -> None:
     window.side.record_event().is_done = True
     del owner
     again = window.pieces.lend(object(), 512).share()
-    again.lies_at(tensor.untyped_storage().data_ptr(), can_be_freed=True)
+    again.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device, can_be_freed=True)
     del again
     window.pieces.reclaim()
     assert window.free == [512]
@@ -237,7 +237,7 @@ def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
     address = tensor.untyped_storage().data_ptr()
     assert free_storage(tensor.untyped_storage())
     second = window.pieces.lend(object(), 512).share()
-    second.lies_at(address, can_be_freed=True)
+    second.lies_at(address, 16, torch.device("cpu"), can_be_freed=True)
     del first  # after the second began there
     assert list(window_pieces._out) == [address]
     window.pieces.reclaim()
@@ -259,7 +259,7 @@ def test_who_frees_twice_frees_nobody_elses_rows(
     address = storage.data_ptr()
     assert free_storage(storage)
     second = window.pieces.lend(object(), 512).share()  # where the first lay
-    second.lies_at(address, can_be_freed=True)
+    second.lies_at(address, 16, torch.device("cpu"), can_be_freed=True)
     assert free_storage(storage)
     assert free_storage(tensor[2:].untyped_storage())
     note_stream(tensor, window.side)

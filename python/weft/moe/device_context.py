@@ -247,7 +247,7 @@ class DeviceContext(RuntimeFacts):
         owner: object = self if lease is None else lease.share()
         view: torch.Tensor = _from_capsule(self.core.rows(offset, *shape, *exchanged, owner))
         if isinstance(owner, StorageOwner):
-            owner.lies_at(view.data_ptr(), can_be_freed)
+            owner.lies_at(view.data_ptr(), view.nbytes, view.device, can_be_freed)
         return view
 
     def output(

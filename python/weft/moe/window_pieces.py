@@ -4,7 +4,7 @@
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
     lease = pieces.lend(context, offset)
     share = lease.share()                      # kept alive by a storage in that piece
-    share.lies_at(address, can_be_freed=True)
+    share.lies_at(address, num_bytes, device, can_be_freed=True)
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
 Peers write into a piece once a later call of this rank has told them to. So the communication stream first waits for
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from weft.runtime import profiled_memory
 from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
@@ -63,6 +64,14 @@ class Share:
         self.can_be_freed = False
         self.address = 0
         self._freed_storage = 0
+        self._told: tuple[int, torch.device] | None = None  # what torch's profiler knows of: bytes, and where
+
+    def lies_at(self, address: int, num_bytes: int, device: torch.device) -> None:
+        """Watch the storage that begins at this address."""
+        self.address = address
+        _out[address] = self
+        if profiled_memory.tell(address, num_bytes, device):
+            self._told = num_bytes, device
 
     def free(self, storage: int) -> None:
         """Let go of the piece, before torch's object of the storage dies."""
@@ -79,6 +88,9 @@ class Share:
         if _out.get(self.address) is self:  # else another storage begins there now
             del _out[self.address]
         self.lease = None
+        if self._told is not None:
+            (num_bytes, device), self._told = self._told, None
+            profiled_memory.tell(self.address, -num_bytes, device)
 
 
 class StorageOwner:
@@ -87,11 +99,10 @@ class StorageOwner:
     def __init__(self, share: Share) -> None:
         self._share = share
 
-    def lies_at(self, address: int, can_be_freed: bool) -> None:
-        """Watch the storage that begins at this address. can_be_freed: resize_(0) ends the share."""
-        self._share.address = address
+    def lies_at(self, address: int, num_bytes: int, device: torch.device, can_be_freed: bool) -> None:
+        """Watch the storage of so many bytes that begins at this address. can_be_freed: resize_(0) ends the share."""
         self._share.can_be_freed = can_be_freed
-        _out[address] = self._share
+        self._share.lies_at(address, num_bytes, device)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

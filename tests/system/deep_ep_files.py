@@ -4,8 +4,8 @@
     torchrun --nnodes 2 ... deep_ep_files.py FOLDER/tests/legacy/test_internode.py --num-tokens 64
 
 one process per machine, which starts its ranks itself. What is replaced is torch's (uccl_benches.py), the start of
-ranks, which are forked, and timing, which means nothing here: each call runs once. What a program makes to empty a GPU's
-cache or to keep it busy, tensors of gigabytes, is small.
+ranks, which are forked, and timing, which means nothing here: each call runs once. What a program makes to empty a
+GPU's cache or to keep it busy, tensors of gigabytes, is small.
 """
 
 from __future__ import annotations

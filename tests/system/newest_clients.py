@@ -38,7 +38,7 @@ def check_weighted(rank: Rank, combined: Tensor, weights: Tensor | None = None) 
 
 
 def torchtitan_elastic(rank: Rank) -> None:
-    """A dispatch, its cached repeat in the backward pass without a host that waits, and an expanded one for inference."""
+    """A dispatch, its cached repeat in the backward pass, for which no host waits; an expanded one for inference."""
     size = deep_ep.ElasticBuffer.get_buffer_size_hint(
         rank.group, MOST, CASE.hidden, num_topk=CASE.top_k, use_fp8_dispatch=False
     )
@@ -171,7 +171,7 @@ def low_latency(rank: Rank, hidden: int, **options: Any) -> Any:
 
 
 def vllm_low_latency_formats(rank: Rank) -> None:
-    """Exponents as scales, and NVFP4 relative to a scale of the layer; all flags given, as one call for every format."""
+    """Exponents as scales, and NVFP4 relative to a scale of the layer; all flags given, whatever the format."""
     buffer = low_latency(rank, 2048, group=rank.group, explicitly_destroy=True)
     seed = torch.Generator().manual_seed(rank.rank)
     x = torch.randn(5, 2048, generator=seed).bfloat16()

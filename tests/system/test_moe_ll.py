@@ -758,11 +758,11 @@ def test_rows_may_come_back_in_another_width(pool: RankPool, hidden: int, option
 
 
 def check_different_widths(rank: Rank, case: MoeCase) -> None:
-    """All ranks raise where one returns rows of another width, and can go on. Widths that no kernel moves are refused."""
+    """All ranks raise where one returns rows of another width, and go on. A width that no kernel moves is refused."""
     buffer, routes = ll_buffer(rank), (case.topk_idx(rank.rank), case.topk_weights(rank.rank))
     recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
     for wrong in (12, 0):
-        with pytest.raises(weft.Error, match="x: got rows of .* bytes, allowed: a multiple of 16"):
+        with pytest.raises(weft.Error, match=r"x: got rows of .* bytes, allowed: a multiple of 16"):
             buffer.low_latency_combine(recv[:, :, :wrong].contiguous(), *routes, handle)
     with pytest.raises(weft.Error, match="allowed: the same on all ranks"):
         buffer.low_latency_combine(recv[:, :, : 256 + 8 * rank.rank].contiguous(), *routes, handle)

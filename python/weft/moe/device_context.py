@@ -140,10 +140,10 @@ class DeviceContext(RuntimeFacts):
         handle: of ``kind``, or the tensors that one consists of, as autograd saves them.
         Raises: weft.Error for anything else.
         """
-        is_handle = isinstance(handle, kind)
-        state = handle.state if is_handle else kind.state_of(handle)
-        if is_handle and (state is None or not state.is_in_place):
-            state = handle.state = self._state_after_move(handle, kind, call)
+        known: Any = handle if isinstance(handle, kind) else None
+        state = kind.state_of(handle) if known is None else known.state
+        if known is not None and (state is None or not state.is_in_place):
+            state = known.state = self._state_after_move(known, kind, call)
         if state is not None and state.group_key == self.group_key:
             return state
         ranks = f"the same {self.communicator.size} ranks, on {self.device}"

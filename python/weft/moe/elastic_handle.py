@@ -36,7 +36,8 @@ class EPHandle:
         state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
             every slot's row, to be summed at the token's rank.
 
-    Fields can be set; calls refuse what does not fit the dispatch. A handle belongs to its dispatch, and serves every buffer of the same ranks on the same devices.
+    Fields can be set; calls refuse what does not fit the dispatch. A handle belongs to its dispatch, and serves every
+    buffer of the same ranks on the same devices.
     """
 
     do_expand: bool

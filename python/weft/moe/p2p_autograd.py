@@ -12,8 +12,8 @@ between two phases in forward overlaps with the network in backward, too. Sums a
 ``rows.weights``, which carry gradients, as float32 [rows].
 
 Every rank must run the same calls in the same order, backward too: keep the graph connected where no row came.
-torch.utils.checkpoint stops a recomputation once it has all tensors that the backward pass needs, which may be before the
-last phase: wrap such layers in torch.utils.checkpoint.set_checkpoint_early_stop(False).
+torch.utils.checkpoint stops a recomputation once it has all tensors that the backward pass needs, which may be before
+the last phase: wrap such layers in torch.utils.checkpoint.set_checkpoint_early_stop(False).
 Numerics: as the object's combine. in_dtype and out_dtype are the same, bfloat16, float16 or float32.
 Errors: ``weft.Error`` from the object's phases, also inside ``backward()``. Threads: as the object's.
 """

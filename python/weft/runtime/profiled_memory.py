@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells torch's profiler (profile_memory=True) of memory that a tensor has in a window, which no allocator of torch gave.
+"""Tells torch's profiler (profile_memory=True) of tensors' memory in a window, which no allocator of torch gave.
 
     told = profiled_memory.tell(address, num_bytes, device)      # False where nobody profiles
     if told:

@@ -24,7 +24,7 @@ def get_unbalanced_scores(
     Args:
         num_experts: a multiple of num_ranks.
         ratio: rank 0's traffic over the mean of the other ranks', 1 or more.
-        precise: the ratio is met to a token, and the other ranks get as many as one another, where any routing can do so.
+        precise: the ratio is met to a token, and other ranks get as many as one another, where any routing can do so.
     """
     if ratio < 1:
         raise invalid("ratio", ratio, "1 or more")
@@ -88,4 +88,5 @@ def _planned(scores: Tensor, per_rank: int, num_topk: int, ratio: float) -> Tens
     hits = torch.cat((hits_0.unsqueeze(1), turn < others.unsqueeze(1)), dim=1)[torch.randperm(num_tokens)]
     by_rank = scores.unflatten(1, (num_ranks, per_rank))
     is_best = by_rank == by_rank.amax(dim=2, keepdim=True)
-    return ((1 + is_best.float()) * hits.unsqueeze(2)).flatten(1)
+    added: Tensor = (1 + is_best.float()) * hits.unsqueeze(2)
+    return added.flatten(1)

@@ -20,6 +20,7 @@ Profilers see each call as an event "weft:all_reduce" and so on, with the shapes
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -39,6 +40,7 @@ from weft.collectives.torch_work import (
     collective,
     finished_work,
     in_modes_of_now,
+    outside_of_dynamo,
     profilers,
     run_into,
 )
@@ -53,6 +55,10 @@ _OPS = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.AVG: "average",
 }
+
+# How many works live on of which Python knows no more, and C++ may. DDP holds one from a forward pass to the backward
+# pass, and each keeps its result from being freed.
+_LEFT = 8
 
 
 # Untyped: torch has two signatures for each method, and calls the older ones here.
@@ -93,6 +99,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._roll = RollCall(self._part_of_store("processes"), rank)
         self._order = CallsInOrder("weft-collectives")
         self._together: list[Any] | None = None  # works of calls that torch wants together
+        self._left: deque[Pending] = deque(maxlen=_LEFT)
         self._name: str | None = None
         self._barrier = MonitoredBarrier(self._part_of_store("monitored"), rank, size)
         self._calls: dict[str, Collectives] = {}
@@ -382,10 +389,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- point to point ----------------------------------------------------------------------------------------
 
+    @outside_of_dynamo
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
         given = real_of(tensors[0]).contiguous()
         return self._beside("send", self._senders.of(dst), given, lambda calls: calls.send(given, dst, tag))
 
+    @outside_of_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
         target = self._target(tensors)
         work = self._beside(
@@ -394,6 +403,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         work.source = src
         return work
 
+    @outside_of_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         """Receive from whoever sends first; the work's _source_rank() says who it was."""
         target = self._target(tensors)
@@ -446,12 +456,13 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def _beside_others(self, name: str, call: Callable[[], Any], event: Event | None) -> Pending:
         """Run a collective of CPU tensors after those before it, beside its caller, and return its work."""
         future: Any = torch.futures.Future()
-        work = Pending(f"rank {self._rank}, {name}", future)
+        told = f"rank {self._rank}, {name}"
+        work = Pending(told, future, self._left)
         call = in_modes_of_now(call)
 
-        def run(lost: Exception | None) -> Exception | None:
+        def run(lost: Exception | None) -> Exception | None:  # without the work, which knows who lets it go
             if lost is not None:
-                lost = PeerLost(f"{work.name}: not run, as one before it ended so: {lost}")
+                lost = PeerLost(f"{told}: not run, as one before it ended so: {lost}")
             return run_into(future, call, event, lost)
 
         self._order.beside(run)

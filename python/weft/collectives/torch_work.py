@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -48,28 +49,51 @@ def collective(name: str, given: int = 0) -> Callable[[Any], Any]:
 
     A call that torch wants asynchronous, on tensors of the CPU, runs beside its caller; others in the caller's thread,
     and are finished. Either way after those before it. Profilers see it as "weft:``name``", with the tensors of
-    positional argument ``given``. The last argument is the options. The method's object has ``_order``.
+    positional argument ``given``. The last argument is the options. The method's object has ``_order`` and
+    ``_beside_others()``. torch.compile leaves it as it is, as outside_of_dynamo() says.
     """
 
     def wrap(method: Any) -> Any:
         @functools.wraps(method)
-        def run(self: Any, *args: Any, **options: Any) -> Any:
-            call = functools.partial(method, self, *args, **options)
-            event = None
-            if profilers._profiler_enabled():
-                event = Event(name, args[given] if given < len(args) else [])
-            asked = options.get("opts", args[-1] if args else None)
-            if getattr(asked, "asyncOp", False) and _is_on_cpu(args, asked):
-                return self._beside_others(name, call, event)
-            try:
-                return finished_work(self._order.here(call))
-            finally:
-                if event is not None:
-                    event.end()
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            run = _run_outside_of_dynamo if torch.compiler.is_compiling() else _run
+            return run(name, given, method, self, args, options)
 
-        return run
+        return call
 
     return wrap
+
+
+def _run(name: str, given: int, method: Any, group: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    call = functools.partial(method, group, *args, **options)
+    event = None
+    if profilers._profiler_enabled():
+        event = Event(name, args[given] if given < len(args) else [])
+    asked = options.get("opts", args[-1] if args else None)
+    if getattr(asked, "asyncOp", False) and _is_on_cpu(args, asked):
+        return group._beside_others(name, call, event)
+    try:
+        return finished_work(group._order.here(call))
+    finally:
+        if event is not None:
+            event.end()
+
+
+_run_outside_of_dynamo = torch._disable_dynamo(_run)  # as in outside_of_dynamo(), with less on the way
+
+
+def outside_of_dynamo(method: Any) -> Any:
+    """Make a method one that torch.compile leaves as it is: what it runs, Dynamo neither traces nor looks into.
+
+    torch.compiler.disable() would import Dynamo here, and lead each call through it, compiled or not.
+    """
+    outside = torch._disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else method)(*args, **options)
+
+    return call
 
 
 def _is_on_cpu(args: Sequence[Any], asked: Any) -> bool:
@@ -117,20 +141,30 @@ def run_into(
 
 
 class Pending(torch._C._distributed_c10d.Work):
-    """A call under way. torch's own work of a future forgets what went wrong when it is waited for."""
+    """A call under way. torch's own work of a future forgets what went wrong when it is waited for.
 
-    def __init__(self, name: str, future: Any, source: int = -1) -> None:
+    ``left``: takes those that Python lets go before anybody asked for their end. C++ code may hold the other half of
+    one, as DDP's reducer does of what join() begins, and would find the methods of the base class if this half ended.
+    """
+
+    def __init__(self, name: str, future: Any, left: deque[Pending] | None = None) -> None:
         super().__init__()
         self.name = name
         self._future = future
         self._shown: Any = None  # what get_future() returned
-        self.source = source
+        self._left = left
+        self.source = -1
+
+    def __del__(self) -> None:  # called once, so that what a deque drops is gone
+        if self._left is not None and self._shown is None:
+            self._left.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; no timeout, or 0, is the group's.
 
         Raises: what the call raised; Error when the timeout passes first, and the call goes on.
         """
+        self._left = None
         if timeout:
             is_over = threading.Event()
             self._future.add_done_callback(lambda _: is_over.set())

@@ -174,18 +174,20 @@ def _wrong_lists(rank: Rank) -> None:
     n, whole = rank.size, torch.zeros(2)
     short = [whole] * (n - 1)
     uneven = [torch.zeros(1), torch.zeros(3), whole]  # as many elements as n of whole
+    not_mine = [whole] * rank.rank + [torch.zeros(1)] + [whole] * (n - 1 - rank.rank)
+    own = rf"\[{rank.rank}\]: got torch.float32\[1\], allowed: .* 2 "
     few, first = (
         "got 2 tensors, allowed: 3, one for each rank",
         r"\[0\]: got torch.float32\[1\], allowed: .* 2 ",
     )
     with pytest.raises(RuntimeError, match=f"outputs: {few}"):
         dist.all_gather(short, whole)
-    with pytest.raises(RuntimeError, match=f"outputs{first}"):
-        dist.all_gather(uneven, whole)
+    with pytest.raises(RuntimeError, match=f"outputs{own}"):
+        dist.all_gather(not_mine, whole)
     with pytest.raises(RuntimeError, match=f"inputs: {few}"):
         dist.reduce_scatter(whole, short)
-    with pytest.raises(RuntimeError, match=f"inputs{first}"):
-        dist.reduce_scatter(whole, uneven)
+    with pytest.raises(RuntimeError, match=f"inputs{own}"):
+        dist.reduce_scatter(whole, not_mine)
     if rank.rank == 0:
         with pytest.raises(RuntimeError, match=f"inputs: {few}"):
             dist.scatter(whole, short, 0)

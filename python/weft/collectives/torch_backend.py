@@ -11,7 +11,9 @@ It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ra
   in the order of the calls, and wait() raises what went wrong. torch before 2.8 does not say which calls are
   asynchronous: none is then.
 * Sends and receives run beside collectives and beside each other, so batched ones may come in any order. Messages from
-  one rank to another come in the order in which they were sent. A receive with another tag fails on both ranks.
+  one rank to another come in the order in which they were sent. A receive with another tag fails on both ranks. A rank
+  may send to itself: such a send ends with the receive that takes it, and recv_anysource() does not see it.
+* Lists of all_gather and reduce_scatter may have another size for each rank, the same ones on all ranks.
 
 Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
 Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
@@ -32,8 +34,9 @@ import torch.distributed as dist
 from weft.collectives.calls import Collectives
 from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
+from weft.collectives.own_messages import OwnMessages
 from weft.collectives.peer_threads import PeerThreads
-from weft.collectives.torch_tensors import add_up, check_parts, in_place, into, real_of
+from weft.collectives.torch_tensors import add_up, are_even, check_parts, in_place, into, real_of
 from weft.collectives.torch_work import (
     Event,
     Pending,
@@ -105,6 +108,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls: dict[str, Collectives] = {}
         self._p2p: dict[str, Collectives] = {}
         self._pairs(torch.empty(0))
+        self._own = OwnMessages(rank, self._timeout_s)
         self._senders = PeerThreads("weft-send")
         self._receivers = PeerThreads("weft-recv")
 
@@ -201,7 +205,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @collective("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
+            in_place(tensor, partial(self._from, root=opts.rootRank))
         return list(tensors)
 
     @collective("reduce")
@@ -218,12 +222,25 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for parts, tensor in zip(outputs, inputs, strict=True):
-            check_parts("outputs", parts, self._size, tensor)
+            check_parts("outputs", parts, self._size, tensor, self._rank)
+            if not are_even(parts):
+                self._broadcast_each(parts, tensor)
+                continue
             given = real_of(tensor).contiguous()
             gathered = self._of(given).all_gather(given.view(-1))
             for part, row in zip(parts, gathered, strict=True):
                 real_of(part).copy_(row.view(real_of(part).shape))
         return [list(parts) for parts in outputs]
+
+    def _broadcast_each(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Gather tensors of different sizes. Every rank's list has the same sizes, so that all do so."""
+        own = real_of(parts[self._rank])
+        own.copy_(real_of(tensor).reshape(own.shape))
+        for root, part in enumerate(parts):
+            in_place(part, partial(self._from, root=root))
+
+    def _from(self, tensor: torch.Tensor, root: int) -> None:
+        self._of(tensor).broadcast(tensor, root)
 
     @collective("all_gather", 1)
     def allgather_coalesced(
@@ -281,10 +298,22 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
-            check_parts("inputs", parts, self._size, output)
+            check_parts("inputs", parts, self._size, output, self._rank)
+            if not are_even(parts):
+                self._reduce_each(output, parts, _op(opts, output))
+                continue
             given = torch.stack([real_of(part).contiguous() for part in parts])
             self._scatter_sums(output, given, opts)
         return list(outputs)
+
+    def _reduce_each(self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+        """Reduce and scatter tensors of different sizes. Every rank's list has the same sizes, so that all do so."""
+        result = real_of(parts[self._rank]).clone(memory_format=torch.contiguous_format)
+        for root, part in enumerate(parts):
+            given = result if root == self._rank else real_of(part).contiguous()
+            self._sum_at(given, root, op)
+        real = real_of(output)
+        real.copy_(result.view(real.shape))
 
     @collective("reduce_scatter_tensor", 1)
     def reduce_scatter_tensor_coalesced(
@@ -392,25 +421,25 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @outside_of_dynamo
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
         given = real_of(tensors[0]).contiguous()
-        return self._beside("send", self._senders.of(dst), given, lambda calls: calls.send(given, dst, tag))
+        send = self._own.send if dst == self._rank else partial(self._pairs(given).send, dst=dst)
+        return self._beside("send", self._senders.of(dst), given, lambda: send(given, tag=tag))
 
     @outside_of_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
         target = self._target(tensors)
-        work = self._beside(
-            "recv", self._receivers.of(src), target, lambda calls: calls.recv(target, src, tag)
-        )
+        recv = self._own.recv if src == self._rank else partial(self._pairs(target).recv, src=src)
+        work = self._beside("recv", self._receivers.of(src), target, lambda: recv(target, tag=tag))
         work.source = src
         return work
 
     @outside_of_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
-        """Receive from whoever sends first; the work's _source_rank() says who it was."""
+        """Receive from whichever other rank sends first; the work's _source_rank() says who it was."""
         target = self._target(tensors)
-
+        calls = self._pairs(target)
         is_known = threading.Event()  # the work, before it is written to
 
-        def take(calls: Collectives) -> None:
+        def take() -> None:
             is_known.wait()
             work.source = calls.recv_any(target, tag)
 
@@ -432,20 +461,19 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         name: str,
         submit: Callable[[Callable[[], object]], None],
         tensor: torch.Tensor,
-        act: Callable[[Collectives], object],
+        act: Callable[[], object],
     ) -> Pending:
         """Run a send or receive in a thread of its peer, which ``submit`` hands it to, and return its work."""
-        calls = self._pairs(tensor)
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         event = Event(name, tensor) if profilers._profiler_enabled() else None
 
         def call() -> list[torch.Tensor]:
             if stream is None:
-                act(calls)
+                act()
             else:
                 with torch.cuda.stream(torch.cuda.Stream(tensor.device)) as own:
                     own.wait_stream(stream)
-                    act(calls)
+                    act()
                     own.synchronize()
             return [tensor]
 

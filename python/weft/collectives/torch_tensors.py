@@ -35,14 +35,25 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_parts(name: str, parts: Sequence[torch.Tensor], ranks: int, like: torch.Tensor) -> None:
-    """Check that a list has one tensor for each rank, each with as many elements of one type as ``like``."""
+def check_parts(
+    name: str, parts: Sequence[torch.Tensor], ranks: int, like: torch.Tensor, own: int | None = None
+) -> None:
+    """Check that a list has one tensor for each rank, of one type, each with as many elements as ``like``.
+
+    own: the only place whose number of elements counts; None: all do.
+    """
     if len(parts) != ranks:
         raise invalid(name, f"{len(parts)} tensors", f"{ranks}, one for each rank")
     for at, part in enumerate(parts):
-        if part.numel() != like.numel() or part.dtype != like.dtype:
-            given, allowed = f"{part.dtype}[{part.numel()}]", f"{like.dtype} with {like.numel()} elements"
-            raise invalid(f"{name}[{at}]", given, allowed)
+        is_counted = own is None or at == own
+        if part.dtype != like.dtype or (is_counted and part.numel() != like.numel()):
+            size = f" with {like.numel()} elements" if is_counted else ""
+            raise invalid(f"{name}[{at}]", f"{part.dtype}[{part.numel()}]", f"{like.dtype}{size}")
+
+
+def are_even(parts: Sequence[torch.Tensor]) -> bool:
+    """Say whether all tensors of a list have as many elements."""
+    return all(part.numel() == parts[0].numel() for part in parts)
 
 
 def in_place(tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:

@@ -329,6 +329,6 @@ def test_a_sample_of_torchs_own_tests() -> None:
         env={**os.environ, "WORLD_SIZE": "3", "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

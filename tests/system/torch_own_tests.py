@@ -109,6 +109,7 @@ def not_run() -> dict[str, str]:
         "no CUDA": not torch.cuda.is_available(),
         "under 8 ranks": int(os.environ["WORLD_SIZE"]) < 8,
         "as gloo": "nccl" not in STANDS_FOR,
+        "as nccl": "nccl" in STANDS_FOR,
     }
     groups = [group for group in tomllib.loads(LIST.read_text())["group"] if holds[group["when"]]]
     return {name: group["reason"] for group in groups for name in group["tests"]}
@@ -118,13 +119,36 @@ def names() -> list[str]:
     return unittest.TestLoader().getTestCaseNames(TestWeft)  # type: ignore[return-value]
 
 
+def without_ranks() -> list[unittest.TestCase]:
+    """Return torch's tests that need no ranks and no backend, such as those of DDP's sizes of buckets."""
+    ours = [kind for kind in vars(_module).values() if getattr(kind, "__module__", "") == _module.__name__]
+    kinds = [kind for kind in ours if isinstance(kind, type) and issubclass(kind, unittest.TestCase)]
+    kinds = [kind for kind in kinds if kind is not _module.TestDistBackend]
+    return [kind(name) for kind in kinds for name in unittest.TestLoader().getTestCaseNames(kind)]
+
+
+def is_for_the_machine(reason: str) -> bool:
+    """Say whether torch skips a test, for such a reason, only where there are too few devices or other ranks."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    kinds = ("small_worldsize", "odd_worldsize", "no_cuda", "no_accelerator", "no_peer_access")
+    said = [
+        skip.message
+        for kind, skip in TEST_SKIPS.items()
+        if kind in kinds or kind.startswith("multi-device-")
+    ]
+    said += ["Test requires world size of", "Test requires an exact world size of"]
+    return any(words in reason for words in said)
+
+
 class _Outcome(unittest.TextTestResult):
     """Prints one line per test, with its time."""
+
+    passed = 0
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._started = time.monotonic()
         unittest.TestResult.startTest(self, test)
-        self.passed = getattr(self, "passed", 0)
 
     def _say(self, test: Any, what: str) -> None:
         print(f"{test._testMethodName}: {what}, {time.monotonic() - self._started:.1f} s", flush=True)
@@ -146,11 +170,11 @@ class _Outcome(unittest.TextTestResult):
         self._say(test, "FAILED")
 
 
-def run(wanted: list[str]) -> _Outcome:
-    """Run these tests, one after the other, and return the outcome."""
+def run(wanted: list[str], others: list[unittest.TestCase] | None = None) -> _Outcome:
+    """Run tests of ranks by name, and others, one after the other, and return the outcome."""
     folder = Path(tempfile.mkdtemp(prefix="weft-torch-tests-"))
     os.environ["INIT_METHOD"] = _module.INIT_METHOD = f"file://{folder}/store"
-    suite = unittest.TestSuite(TestWeft(name) for name in wanted)
+    suite = unittest.TestSuite([*(TestWeft(name) for name in wanted), *(others or [])])
     result = unittest.TextTestRunner(resultclass=_Outcome, verbosity=0, stream=sys.stdout).run(suite)
     shutil.rmtree(folder)
     assert isinstance(result, _Outcome)
@@ -164,16 +188,22 @@ def main() -> int:
     arguments = parser.parse_args()
     listed = not_run()
     asked = sample() if arguments.sample else names()
-    chosen = [name for name in asked if any(word in name for word in arguments.words or [""])]
-    result = run([name for name in chosen if name not in listed])
+    words = arguments.words or [""]
+    chosen = [name for name in asked if any(word in name for word in words)]
+    others = [] if arguments.sample else without_ranks()
+    others = [test for test in others if any(word in test._testMethodName for word in words)]
+    result = run([name for name in chosen if name not in listed], others)
     failed = [test._testMethodName for test, _ in result.failures + result.errors]  # type: ignore[attr-defined]
-    skipped = [test._testMethodName for test, _ in result.skipped]  # type: ignore[attr-defined]
+    skips = {test._testMethodName: reason for test, reason in result.skipped}  # type: ignore[attr-defined]
+    skipped = [name for name, reason in skips.items() if not is_for_the_machine(reason)]
     print(
         f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks: {result.passed} passed, {len(failed)} failed, "
         f"{len(listed.keys() & set(chosen))} not run ({LIST.name} has the reasons)"
     )
     for name in failed:
         print(f"failed: {name}")
+    for name in sorted(skips.keys() - set(skipped)):
+        print(f"skipped by torch on this machine: {name} ({skips[name]})")
     for name in skipped:
         print(f"skipped by torch and not in {LIST.name}: {name}")
     unknown = [] if arguments.sample else sorted(set(listed) - set(names()))

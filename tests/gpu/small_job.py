@@ -7,6 +7,8 @@ torchrun --nproc-per-node 2 tests/gpu/small_job.py [--device cpu]
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -14,8 +16,13 @@ import torch.distributed
 import weft
 from weft.runtime.communicator import Communicator
 from weft.testing.numerics import calc_diff
+from weft.testing.ranks import Rank
+
+sys.path.append(str(Path(__file__).parents[1] / "system"))
+from micro_batches import overlap_two_micro_batches
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 33, 512, 3, 8
+ROUNDS = 4  # of two micro-batches with hooks, on two streams
 
 
 def round_trips(group: torch.distributed.ProcessGroup, rank: int, device: str) -> None:
@@ -68,6 +75,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     group = torch.distributed.group.WORLD
     round_trips(group, rank, str(device))
+    overlap_two_micro_batches(
+        Rank(rank, group.size(), group, Path(tempfile.gettempdir())), ROUNDS, str(device)
+    )
     collectives(group, rank, device)
     torch.distributed.barrier()
     print(f"rank {rank}: all agreed")

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS = 3
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 def _join(rank: Rank, device: str, limit_s: float = 60) -> torch.device:
@@ -51,7 +54,8 @@ def _check_reduce(
     me = dist.get_rank()
     for is_async in (False, True):
         given = [
-            torch.full(shape, (me + 1) * 100 + q, dtype=dtype, device=device) for q, shape in enumerate(shapes)
+            torch.full(shape, (me + 1) * 100 + q, dtype=dtype, device=device)
+            for q, shape in enumerate(shapes)
         ]
         before = [part.clone() for part in given]
         out = torch.zeros((*shapes[me], 2), dtype=dtype, device=device)[..., 0]  # strided
@@ -73,7 +77,7 @@ def _uneven(rank: Rank, kind: str) -> None:
         _check_reduce(shapes, torch.float64, device, dist.ReduceOp.AVG, 200)
     # Two ranks agree on a size, and the third has another in its place of the list.
     other = [torch.zeros(size, device=device) for size in ((1, 2, 3) if rank.rank else (1, 4, 3))]
-    with pytest.raises(RuntimeError, match="called broadcast of 4 float32.* called broadcast of 2 float32"):
+    with pytest.raises(RuntimeError, match=r"called broadcast of 4 float32.* called broadcast of 2 float32"):
         dist.all_gather(other, torch.zeros(rank.rank + 1, device=device))
         dist.all_reduce(torch.zeros(1, device=device))  # ranks that had sent all they should know it by now
     dist.destroy_process_group()
@@ -112,7 +116,9 @@ def _wrong_to_itself(rank: Rank) -> None:
     me, t = rank.rank, torch.ones(3)
     sent, received = dist.isend(t, me), dist.irecv(torch.ones(4), me)
     for work in (sent, received):
-        with pytest.raises(RuntimeError, match="send of 3 float32 with tag 0 to itself, and recv of 4 float32"):
+        with pytest.raises(
+            RuntimeError, match="send of 3 float32 with tag 0 to itself, and recv of 4 float32"
+        ):
             work.wait()
     with pytest.raises(RuntimeError, match="a receive of the rank's own had no send in 1 s"):
         dist.irecv(t, me).wait()

@@ -133,9 +133,7 @@ def is_for_the_machine(reason: str) -> bool:
 
     kinds = ("small_worldsize", "odd_worldsize", "no_cuda", "no_accelerator", "no_peer_access")
     said = [
-        skip.message
-        for kind, skip in TEST_SKIPS.items()
-        if kind in kinds or kind.startswith("multi-device-")
+        skip.message for kind, skip in TEST_SKIPS.items() if kind in kinds or kind.startswith("multi-device-")
     ]
     said += ["Test requires world size of", "Test requires an exact world size of"]
     return any(words in reason for words in said)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of a rank to itself: a copy from the tensor of each send into that of the receive that takes it, in order.
 
-    own = OwnMessages(rank, timeout_s)
-    own.send(tensor, tag)       # in one thread
-    own.recv(target, tag)       # in another
+own = OwnMessages(rank, timeout_s)
+own.send(tensor, tag)       # in one thread
+own.recv(target, tag)       # in another
 """
 
 from __future__ import annotations

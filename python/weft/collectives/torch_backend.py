@@ -36,8 +36,18 @@ from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
 from weft.collectives.own_messages import OwnMessages
 from weft.collectives.peer_threads import PeerThreads
-from weft.collectives.torch_tensors import add_up, are_even, check_parts, in_place, into, real_of
+from weft.collectives.torch_tensors import (
+    add_up,
+    are_even,
+    check_parts,
+    gather_uneven,
+    in_place,
+    into,
+    real_of,
+    reduce_scatter_uneven,
+)
 from weft.collectives.torch_work import (
+    LEFT,
     Event,
     Pending,
     collective,
@@ -58,10 +68,6 @@ _OPS = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.AVG: "average",
 }
-
-# How many works live on of which Python knows no more, and C++ may. DDP holds one from a forward pass to the backward
-# pass, and each keeps its result from being freed.
-_LEFT = 8
 
 
 # Untyped: torch has two signatures for each method, and calls the older ones here.
@@ -102,7 +108,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._roll = RollCall(self._part_of_store("processes"), rank)
         self._order = CallsInOrder("weft-collectives")
         self._together: list[Any] | None = None  # works of calls that torch wants together
-        self._left: deque[Pending] = deque(maxlen=_LEFT)
+        self._left: deque[Pending] = deque(maxlen=LEFT)
         self._name: str | None = None
         self._barrier = MonitoredBarrier(self._part_of_store("monitored"), rank, size)
         self._calls: dict[str, Collectives] = {}
@@ -205,7 +211,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @collective("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            in_place(tensor, partial(self._from, root=opts.rootRank))
+            in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
         return list(tensors)
 
     @collective("reduce")
@@ -224,23 +230,13 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         for parts, tensor in zip(outputs, inputs, strict=True):
             check_parts("outputs", parts, self._size, tensor, self._rank)
             if not are_even(parts):
-                self._broadcast_each(parts, tensor)
+                gather_uneven(parts, tensor, self._rank, self._of)
                 continue
             given = real_of(tensor).contiguous()
             gathered = self._of(given).all_gather(given.view(-1))
             for part, row in zip(parts, gathered, strict=True):
                 real_of(part).copy_(row.view(real_of(part).shape))
         return [list(parts) for parts in outputs]
-
-    def _broadcast_each(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Gather tensors of different sizes. Every rank's list has the same sizes, so that all do so."""
-        own = real_of(parts[self._rank])
-        own.copy_(real_of(tensor).reshape(own.shape))
-        for root, part in enumerate(parts):
-            in_place(part, partial(self._from, root=root))
-
-    def _from(self, tensor: torch.Tensor, root: int) -> None:
-        self._of(tensor).broadcast(tensor, root)
 
     @collective("all_gather", 1)
     def allgather_coalesced(
@@ -300,20 +296,11 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         for output, parts in zip(outputs, inputs, strict=True):
             check_parts("inputs", parts, self._size, output, self._rank)
             if not are_even(parts):
-                self._reduce_each(output, parts, _op(opts, output))
+                reduce_scatter_uneven(output, parts, self._rank, _op(opts, output), self._of)
                 continue
             given = torch.stack([real_of(part).contiguous() for part in parts])
             self._scatter_sums(output, given, opts)
         return list(outputs)
-
-    def _reduce_each(self, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-        """Reduce and scatter tensors of different sizes. Every rank's list has the same sizes, so that all do so."""
-        result = real_of(parts[self._rank]).clone(memory_format=torch.contiguous_format)
-        for root, part in enumerate(parts):
-            given = result if root == self._rank else real_of(part).contiguous()
-            self._sum_at(given, root, op)
-        real = real_of(output)
-        real.copy_(result.view(real.shape))
 
     @collective("reduce_scatter_tensor", 1)
     def reduce_scatter_tensor_coalesced(

@@ -8,6 +8,7 @@ add_up(sparse, "sum", lambda tensor: collectives)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -78,6 +79,30 @@ def into(output: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
     act(dense)
     with torch.no_grad():
         real.copy_(dense)
+
+
+def gather_uneven(parts: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, of: CollectivesOf) -> None:
+    """Fill ``parts[r]`` with rank r's tensor. Every rank's list has the same sizes, so that all take this way."""
+
+    def fill(part: torch.Tensor, root: int) -> None:
+        of(part).broadcast(part, root)
+
+    own = real_of(parts[rank])
+    own.copy_(real_of(tensor).reshape(own.shape))
+    for root, part in enumerate(parts):
+        in_place(part, partial(fill, root=root))
+
+
+def reduce_scatter_uneven(
+    output: torch.Tensor, parts: Sequence[torch.Tensor], rank: int, op: str, of: CollectivesOf
+) -> None:
+    """Fill ``output`` with the reduction of all ranks' ``parts[rank]``; sizes as gather_uneven() has them."""
+    result = real_of(parts[rank]).clone(memory_format=torch.contiguous_format)
+    for root, part in enumerate(parts):
+        given = result if root == rank else real_of(part).contiguous()
+        of(given).reduce(given, root, op)
+    real = real_of(output)
+    real.copy_(result.view(real.shape))
 
 
 def add_up(tensor: torch.Tensor, op: str, of: CollectivesOf) -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from weft.errors import Error
 
@@ -79,7 +80,7 @@ def _run(name: str, given: int, method: Any, group: Any, args: Sequence[Any], op
             event.end()
 
 
-_run_outside_of_dynamo = torch._disable_dynamo(_run)  # as in outside_of_dynamo(), with less on the way
+_run_outside_of_dynamo = _disable_dynamo(_run)  # as in outside_of_dynamo(), with less on the way
 
 
 def outside_of_dynamo(method: Any) -> Any:
@@ -87,7 +88,7 @@ def outside_of_dynamo(method: Any) -> Any:
 
     torch.compiler.disable() would import Dynamo here, and lead each call through it, compiled or not.
     """
-    outside = torch._disable_dynamo(method)
+    outside = _disable_dynamo(method)
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
@@ -138,6 +139,11 @@ def run_into(
     else:
         future.set_exception(error)
     return error
+
+
+# How many works of a group live on of which Python knows no more, and C++ may. DDP holds one from a forward pass to the
+# backward pass, and each keeps its result from being freed.
+LEFT = 8
 
 
 class Pending(torch._C._distributed_c10d.Work):

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from weft_group import join
 
 from weft.testing.ranks import Rank, run_ranks
 
@@ -20,15 +20,7 @@ DEVICES = [
 
 
 def _join(rank: Rank, device: str, limit_s: float = 60) -> torch.device:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
-
-    dist.init_process_group(
-        "weft",
-        init_method=f"file://{rank.folder}/.weft",
-        rank=rank.rank,
-        world_size=rank.size,
-        timeout=timedelta(seconds=limit_s),
-    )
+    join(rank, limit_s)
     if device == "cuda":
         torch.cuda.set_device(rank.rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())

@@ -16,21 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from weft_group import join
 
 from weft.errors import PeerLost
 from weft.testing.ranks import Rank, run_ranks
-
-
-def _join(rank: Rank, limit_s: float = 60) -> None:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
-
-    dist.init_process_group(
-        "weft",
-        init_method=f"file://{rank.folder}/.weft",
-        rank=rank.rank,
-        world_size=rank.size,
-        timeout=timedelta(seconds=limit_s),
-    )
 
 
 def _threads() -> list[str]:
@@ -47,7 +36,7 @@ def _no_thread_left(within_s: float = 10) -> bool:
 
 def _message_between(rank: Rank) -> None:
     """Rank 0 begins a collective and sends; rank 1 comes to the collective only when it has what was sent."""
-    _join(rank)
+    join(rank)
     x, y = torch.full((1000,), float(rank.rank + 1)), torch.full((3,), 7.0)
     if rank.rank == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -73,7 +62,7 @@ def test_a_message_may_go_before_an_asynchronous_collective_ends() -> None:
 
 
 def _many(rank: Rank) -> None:
-    _join(rank)
+    join(rank)
     n, me = rank.size, float(rank.rank)
     works = []
     for turn in range(5):
@@ -144,7 +133,7 @@ def test_asynchronous_calls_keep_their_order_and_results() -> None:
 
 
 def _wrong(rank: Rank) -> list[str]:
-    _join(rank)
+    join(rank)
     said = []
     bad = torch.full((3,), 1, dtype=torch.int32)
     for call in (
@@ -176,7 +165,7 @@ def test_errors_come_from_wait_with_the_words_of_a_synchronous_call() -> None:
 
 def _lost(rank: Rank) -> list[str]:
     """Rank 1 stays away: rank 0 waits for one deadline, however many calls it has begun."""
-    _join(rank, 3)
+    join(rank, 3)
     t = torch.ones(4)
     dist.all_reduce(t)
     if rank.rank == 1:
@@ -202,7 +191,7 @@ def test_the_end_waits_for_one_deadline_only() -> None:
 
 def _ddp(rank: Rank) -> None:
     """A rank that goes away is named where a training step of the others ends."""
-    _join(rank, 3)
+    join(rank, 3)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
@@ -217,7 +206,7 @@ def test_ddp_says_whom_it_waited_for() -> None:
 
 
 def _profiled(rank: Rank) -> list[str]:
-    _join(rank)
+    join(rank)
     t = torch.ones(4)
     with torch.autograd.profiler.profile() as profile:
         work = dist.all_reduce(t, async_op=True)

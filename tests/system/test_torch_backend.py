@@ -13,27 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from weft_group import join
 
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS = 3
 
 
-def _join(rank: Rank, device_id: torch.device | None = None) -> None:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
-
-    dist.init_process_group(
-        "weft",
-        init_method=f"file://{rank.folder}/.weft",
-        rank=rank.rank,
-        world_size=rank.size,
-        timeout=timedelta(seconds=60),
-        device_id=device_id,
-    )
-
-
 def _calls(rank: Rank) -> None:
-    _join(rank)
+    join(rank)
     n, me = rank.size, rank.rank
     t = torch.full((5,), float(me + 1))
     dist.all_reduce(t)
@@ -114,7 +102,7 @@ def _train(model: nn.Module, rows: slice, steps: int = 8) -> list[float]:
 
 
 def _train_over_ranks(rank: Rank, kind: str) -> list[float]:
-    _join(rank)
+    join(rank)
     if kind == "ddp":
         model: nn.Module = nn.parallel.DistributedDataParallel(_model())
     else:
@@ -142,7 +130,7 @@ def test_training_gives_the_losses_of_one_process(kind: str) -> None:
 
 
 def _waits(rank: Rank) -> str:
-    _join(rank)
+    join(rank)
     limit = timedelta(seconds=60)
     dist.monitored_barrier(timeout=limit)
     dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
@@ -170,7 +158,7 @@ def test_barriers_say_who_stayed_away() -> None:
 
 def _wrong_lists(rank: Rank) -> None:
     """Each call is refused before anything moves, so that a rank may make it alone."""
-    _join(rank)
+    join(rank)
     n, whole = rank.size, torch.zeros(2)
     short = [whole] * (n - 1)
     uneven = [torch.zeros(1), torch.zeros(3), whole]  # as many elements as n of whole
@@ -209,7 +197,7 @@ def test_lists_that_do_not_fit_are_refused() -> None:
 
 
 def _bound(rank: Rank) -> None:
-    _join(rank, torch.device("cpu", 0))
+    join(rank, device_id=torch.device("cpu", 0))
     first_two = dist.new_group([0, 1])
     t = torch.full((3,), float(rank.rank + 1))
     if rank.rank < 2:
@@ -251,7 +239,7 @@ def test_groups_made_anew_over_the_same_store() -> None:
 
 
 def _any_source(rank: Rank) -> None:
-    _join(rank)
+    join(rank)
     if rank.rank == 0:
         t = torch.empty(3)
         seen = [dist.recv(t)]
@@ -285,7 +273,7 @@ def test_receives_from_any_source_and_sums_of_sparse_tensors() -> None:
 
 def _circle(rank: Rank) -> None:
     """Everybody sends to the next rank first, and receives from it first: nobody's first receive is of a first send."""
-    _join(rank)
+    join(rank)
     n, me = rank.size, rank.rank
     got = {peer % n: torch.empty(1 << 20) for peer in (me + 1, me + 2)}
     works = [dist.irecv(t, peer) for peer, t in got.items()]

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from weft_group import join
 
 from weft.testing.ranks import Rank, run_ranks
 
@@ -24,21 +24,9 @@ DDP = nn.parallel.DistributedDataParallel
 RANKS = 3
 
 
-def _join(rank: Rank) -> None:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
-
-    dist.init_process_group(
-        "weft",
-        init_method=f"file://{rank.folder}/.weft",
-        rank=rank.rank,
-        world_size=rank.size,
-        timeout=timedelta(seconds=60),
-    )
-
-
 def _uneven(rank: Rank, by_initial_size: bool) -> None:
     """Rank 0 has fewer inputs: later gradients are means over all ranks, or over those that still have some."""
-    _join(rank)
+    join(rank)
     model = nn.Linear(3, 2, bias=False)
     ddp = DDP(model)
     with ddp.join(divide_by_initial_world_size=by_initial_size):
@@ -59,7 +47,7 @@ def test_uneven_inputs(by_initial_size: bool) -> None:
 
 def _left_behind(rank: Rank) -> None:
     """Works that nobody waits for do not keep what they made for long, and those waited for not at all."""
-    _join(rank)
+    join(rank)
 
     def is_kept(end: Callable[[dist.Work], object]) -> bool:
         t = torch.ones(3)
@@ -87,7 +75,7 @@ def test_works_that_nobody_waits_for() -> None:
 
 
 def _compiled(rank: Rank, static_graph: bool) -> None:
-    _join(rank)
+    join(rank)
     model = nn.Linear(3, 2, bias=False)
     ddp = torch.compile(DDP(model, static_graph=static_graph), backend="eager")
     for step in range(3):
@@ -104,7 +92,7 @@ def test_compiled_modules(static_graph: bool) -> None:
 
 
 def _compiled_messages(rank: Rank) -> None:
-    _join(rank)
+    join(rank)
     other = 1 - rank.rank
 
     @torch.compile(backend="eager")

@@ -44,7 +44,10 @@ class OwnMessages:
         self._sent.put(message)
         if not message.is_over.wait(self._timeout_s) and message.claim.acquire(blocking=False):
             raise self._alone("send", "receive")
-        message.is_over.wait()
+        if not message.is_over.wait(self._timeout_s):
+            raise Error(
+                f"rank {self._rank}: the receive of its own message took over {self._timeout_s:g} s", "system"
+            )
         if message.error is not None:
             raise message.error
 

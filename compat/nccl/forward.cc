@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Operations that Weft does not serve, as calls of the real library.
+#include <optional>
+
+#include "base/cuda_driver.h"
 #include "compat/nccl/comm.h"
 #include "compat/nccl/real.h"
 
@@ -18,6 +21,12 @@ Status ncclComm::forward(const std::vector<const Operation*>& operations) {
   if (!real_ || !start || !end)
     return Status::make(Code::kUnsupported, "{} needs the real NCCL, which this communicator lacks",
                         weft::nccl::kFunctionNames[static_cast<int>(operations[0]->function)]);
+  // Its first call to a peer connects to it, which the driver refuses a thread that captures a graph.
+  std::optional<weft::RelaxedCapture> relaxed;
+  if (!device_.is_host()) {
+    WEFT_TRY_ASSIGN(const weft::CudaDriver* driver, weft::cuda_driver());
+    relaxed.emplace(*driver);
+  }
   start();
   Status status;
   for (const Operation* o : operations) {

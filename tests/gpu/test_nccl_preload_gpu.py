@@ -23,26 +23,41 @@ pytestmark = [
 ]
 
 
-def _train(example: str, **environment: str) -> tuple[list[str], str]:
-    """Return the lines with losses, and everything that was said."""
+PRELOADED = {"LD_PRELOAD": str(LIBRARY), "WEFT_NCCL_REPORT": "1", "WEFT_LOG": "info", "WEFT_TIMEOUT_S": "60"}
+
+
+def _launch(*program: str, **environment: str) -> tuple[list[str], str]:
+    """Return the lines of the ranks' output, and everything that was said."""
     ranks = min(num_ranks_here(), 8)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "examples" / example), "--backend", "nccl", "--device", "cuda"]
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
+        [*command, *program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    return [line for line in done.stdout.splitlines() if line.startswith("step")], said
+    return done.stdout.splitlines(), said
+
+
+def _train(example: str, **environment: str) -> tuple[list[str], str]:
+    """Return the lines with losses, and everything that was said."""
+    program = str(ROOT / "examples" / example)
+    lines, said = _launch(program, "--backend", "nccl", "--device", "cuda", **environment)
+    return [line for line in lines if line.startswith("step")], said
 
 
 @pytest.mark.parametrize("example", ["ddp.py", "fsdp2.py"])
 def test_training_over_the_preloaded_library_has_the_same_losses(example: str) -> None:
     alone, _ = _train(example)
-    preloaded, said = _train(
-        example, LD_PRELOAD=str(LIBRARY), WEFT_NCCL_REPORT="1", WEFT_LOG="info", WEFT_TIMEOUT_S="60"
-    )
+    preloaded, said = _train(example, **PRELOADED)
     losses = [[float(line.split()[-1]) for line in lines] for lines in (alone, preloaded)]
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     served = re.findall(r"ncclAllReduce (\d+) \+ (\d+);", said)
     assert served and all(int(by_weft) > 0 and int(forwarded) == 0 for by_weft, forwarded in served), said
+
+
+def test_captured_messages_are_the_real_librarys_first() -> None:
+    """It connects to a peer then, which the driver refuses a thread that captures, unless it is told not to."""
+    lines, said = _launch(str(Path(__file__).with_name("nccl_captured_messages.py")), **PRELOADED)
+    assert sum(line.endswith("right") for line in lines) == min(num_ranks_here(), 8), said
+    sends = re.findall(r"ncclSend (\d+) \+ (\d+)", said)
+    assert sends and all(int(by_weft) > 0 and int(forwarded) > 0 for by_weft, forwarded in sends), said

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
 from weft.testing import elastic_refs, gate, launch, numerics, timing
 from weft.testing.ranks import Rank, run_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_calc_diff_is_zero_for_equal_tensors_and_grows() -> None:
@@ -121,6 +125,22 @@ def test_bench_kineto_gives_one_result_per_name() -> None:
     assert timing.bench_kineto(lambda: None, "dispatch", num_tests=3) > 0
     two = timing.bench_kineto(lambda: None, ("dispatch", "combine"), num_tests=3, num_kernels_per_period=2)
     assert [len(phases) for phases in two] == [2, 2]
+
+
+def test_a_kernels_time_is_a_mean_over_launches() -> None:
+    launches = [("weft_dispatch_notify", 2.0), ("weft_dispatch_rows", 10.0), ("zero", 5.0), ("weft_dispatch_rows", 30.0)]
+    assert timing._kernel_s(launches, "dispatch_impl", 1) == 20.0
+    assert timing._kernel_s(launches, "barrier", 1) == 2.0
+    assert timing._kernel_s(launches, "dispatch", 1) == 22.0, "means of two kernels"
+    assert timing._kernel_s(launches, "dispatch_impl", 2) == [10.0, 30.0], "launches alternate"
+    assert timing._kernel_s(launches, "combine", 1) == 0.0
+    assert timing._kernel_s(launches, "combine", 2) == [0.0, 0.0]
+
+
+def test_every_name_of_a_kernel_is_one_of_wefts() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.cuh"))
+    kernels = set(re.findall(r"WEFT_KERNEL void (\w+)", sources))
+    assert {word for words in timing._KERNELS.values() for word in words} <= kernels
 
 
 def test_ordered_sum_rounds_once() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,21 @@ from typing import Any
 import torch
 
 _L2_FLUSH_BYTES = 256_000_000
+_SPIN_CYCLES = 20_000_000  # 10 ms
+# Kernels of DeepEP that programs name, and words of the names of Weft's that do their work. What an epilogue does is a
+# part of Weft's kernel, and there is nothing to wait for after a fetch.
+_DISPATCH, _COMBINE = ("dispatch_rows", "two_level_dispatch"), ("combine_rows", "two_level_combine")
+_KERNELS = {
+    "barrier": ("dispatch_notify", "two_level_notify"),
+    "dispatch_impl": _DISPATCH,
+    "dispatch_copy_epilogue_impl": _DISPATCH,
+    "combine_impl": _COMBINE,
+    "combine_reduce_epilogue_impl": _COMBINE,
+    "engram_fetch_impl": ("engram_fetch",),
+    "engram_fetch_wait_impl": (),
+    "send_impl": ("ring_send",),
+    "recv_impl": ("ring_receive",),
+}
 
 
 def bench(
@@ -79,28 +95,46 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the mean seconds of each kernel whose name contains one of ``kernel_names``.
+    """Return the mean seconds of the kernels that ``kernel_names`` name, DeepEP's or Weft's, as DeepEP's helper does.
 
     One name gives one result, a tuple of names a tuple. A result is a float, or, with num_kernels_per_period
-    n > 1, a list of n floats: the kernel's launches are taken to alternate between n phases. Several matching
-    kernels are summed per call. A name that matches nothing, and any name on the CPU, gets the mean time of
-    the whole call instead. With EP_USE_NVIDIA_TOOLS=1 in the environment, for runs under a profiler of NVIDIA's,
-    which excludes torch's, the call runs once and every result is 1.
+    n > 1, a list of n floats: the kernel's launches are taken to alternate between n phases. A name means the
+    kernels that do the work of DeepEP's of that name (_KERNELS), else those whose names contain it. The mean is
+    over launches; means of several kernels are summed. A name without a launch gets 0. On the CPU every name gets
+    the mean time of the whole call. With EP_USE_NVIDIA_TOOLS=1 in the environment, for runs under a profiler of
+    NVIDIA's, which excludes torch's, the call runs once and every result is 1.
 
     Args:
         suppress_kineto_output: nothing is printed either way.
         trace_path: where to write a Chrome trace; CUDA only.
-        barrier_comm_profiling: keep GPUs in step before each call: spin, then all-reduce.
-        barrier: called before each call, in place of that.
+        barrier_comm_profiling: keep GPUs in step before each call: spin, then meet. Meanwhile the host launches
+            what follows. Not with EP_DISABLE_BARRIER_PROFILING=1.
+        barrier: how to meet; None: all-reduce.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
-    if os.environ.get("EP_USE_NVIDIA_TOOLS", "0") not in ("", "0"):
+    if _is_set("EP_USE_NVIDIA_TOOLS"):
         fn()
         ones = 1.0 if num_kernels_per_period == 1 else [1.0] * num_kernels_per_period
         return ones if isinstance(kernel_names, str) else (ones,) * len(names)
-    call_s, events = _profile(fn, num_tests, trace_path, flush_l2, barrier_comm_profiling, barrier)
-    results = [_kernel_s(events, name, num_tests, num_kernels_per_period, call_s) for name in names]
+    fn()
+    if torch.cuda.is_available():
+        meet = None
+        if barrier_comm_profiling and not _is_set("EP_DISABLE_BARRIER_PROFILING"):
+            meet = barrier or _meet
+        launches = _profile(fn, num_tests, trace_path, flush_l2, meet)
+        results = [_kernel_s(launches, name, num_kernels_per_period) for name in names]
+    else:
+        call_s = bench(fn, 0, num_tests, barrier)[0]
+        results = [call_s if num_kernels_per_period == 1 else [call_s] * num_kernels_per_period] * len(names)
     return results[0] if isinstance(kernel_names, str) else tuple(results)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def _meet() -> None:
+    torch.distributed.all_reduce(torch.ones(1, device="cuda"))
 
 
 def _profile(
@@ -108,27 +142,21 @@ def _profile(
     num_tests: int,
     trace_path: str | None,
     flush_l2: bool,
-    barrier_comm_profiling: bool,
-    barrier: Callable[[], Any] | None,
-) -> tuple[float, Sequence[Any]]:
-    """Return (mean seconds of a call, device events in the order of their start)."""
-    fn()
-    if not torch.cuda.is_available():
-        return bench(fn, 0, num_tests, barrier)[0], []
+    meet: Callable[[], Any] | None,
+) -> list[tuple[str, float]]:
+    """Return the name and the seconds of all that ran on the device, in the order of their start."""
     with _profiler(trace_path) as profile:
         for _ in range(num_tests):
             if flush_l2:
                 torch.empty(_L2_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda").zero_()
-            if barrier is not None:
-                barrier()
-            elif barrier_comm_profiling:
-                torch.cuda._sleep(20_000_000)
-                torch.distributed.all_reduce(torch.ones(1, device="cuda"))
+            if meet is not None:
+                torch.cuda._sleep(_SPIN_CYCLES)
+                meet()
             fn()
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    call_s = bench(fn, 0, num_tests, barrier, flush_l2)[0]
-    return call_s, sorted(events, key=lambda event: event.time_range.start)
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, float(event.time_range.elapsed_us()) / 1e6) for event in events]
 
 
 @contextlib.contextmanager
@@ -140,14 +168,14 @@ def _profiler(trace_path: str | None) -> Iterator[Any]:
         profile.export_chrome_trace(trace_path)
 
 
-def _kernel_s(
-    events: Sequence[Any], name: str, num_tests: int, num_phases: int, call_s: float
-) -> float | list[float]:
-    """Return the mean seconds per call of the events named so, in total or per phase."""
-    times_s = [float(event.time_range.elapsed_us()) / 1e6 for event in events if name in event.name]
-    if not times_s:
-        return call_s if num_phases == 1 else [call_s] * num_phases
+def _kernel_s(launches: Sequence[tuple[str, float]], name: str, num_phases: int) -> float | list[float]:
+    """Return the mean seconds of the launches that a name means, in total or per phase."""
+    wanted = _KERNELS.get(name, (name,))
+    times_s: dict[str, list[float]] = {}
+    for kernel, launch_s in launches:
+        if any(word in kernel for word in wanted):
+            times_s.setdefault(kernel if num_phases == 1 else name, []).append(launch_s)
     if num_phases == 1:
-        return sum(times_s) / num_tests
-    phases = [times_s[phase::num_phases] for phase in range(num_phases)]
-    return [sum(phase_s) / max(len(phase_s), 1) for phase_s in phases]
+        return float(sum(statistics.mean(of_one) for of_one in times_s.values()))
+    phases = [times_s.get(name, [])[phase::num_phases] for phase in range(num_phases)]
+    return [statistics.mean(phase_s) if phase_s else 0.0 for phase_s in phases]

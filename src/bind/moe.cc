@@ -7,6 +7,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "bind/bind.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
@@ -25,6 +27,14 @@ WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::o
 }
 
 namespace {
+
+Status copy_out(const Window& window, uint64_t offset, void* to, uint64_t bytes) {
+  if (!window.communicator()->device().is_host() || bytes > window.bytes() || offset > window.bytes() - bytes)
+    return Status::invalid("copy_out: got {} bytes at {} of a window, allowed: within {}, on the CPU", bytes, offset,
+                           window.bytes());
+  std::memcpy(to, window.local() + offset, bytes);
+  return {};
+}
 
 // A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
 nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
@@ -272,6 +282,10 @@ void bind_moe(nb::module_& module) {
            [](MoeBuffer& self, uint64_t offset, size_t rows, size_t columns, uint8_t code, uint8_t bits,
               nb::object owner) {
              return rows_of(self.window(), offset, rows, columns, code, bits, std::move(owner));
+           })
+      .def("copy_out",  // of a window of the host
+           [](MoeBuffer& self, uint64_t offset, uint64_t to, uint64_t bytes) {
+             check(without_gil([&] { return copy_out(self.window(), offset, pointer<void>(to), bytes); }));
            })
       .def(
           "make_room_for",

@@ -38,8 +38,12 @@ KernelKey key_of_notify(const HighThroughputShape&) {
 
 // Routes of a GPU are not looked at: the host would wait for them.
 Status MoeBuffer::check_layout_of(const NewDispatchCall& call) const {
-  if (!comm_->device().is_host() || !call.rows.topk_idx) return {};
+  if (!comm_->device().is_host()) return {};
   const NotifyCall& counts = call.counts;
+  const bool has_ids = call.rows.topk_idx != nullptr;
+  const uint64_t most_slots = has_ids ? uint64_t{counts.tokens} * counts.format.top_k : INT32_MAX;
+  WEFT_TRY(check_slot_counts(counts.tokens_per_expert, counts.experts, most_slots));
+  if (!has_ids) return {};
   return check_layout({call.rows.topk_idx, counts.tokens, counts.format.top_k, counts.format.id_bytes,
                        ranks(), counts.experts, experts_per_rank(counts.experts), 0, nullptr,
                        const_cast<uint8_t*>(counts.token_in_rank), nullptr});

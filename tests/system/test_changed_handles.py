@@ -179,7 +179,9 @@ def test_handles_can_be_saved_after_a_call_of_inference(pair: RankPool) -> None:
 
 
 def check_other_layout(rank: Rank) -> None:
-    """Two tokens are swapped: as many rows for each rank, and slots for each expert, but other ones."""
+    """Two tokens are swapped: as many rows for each rank, and slots for each expert, but other ones. And counts of slots
+    that no layout gives.
+    """
     buffer = kept_buffer(rank)
     ids = torch.tensor([[0, 1], [4, 5], [0, 4]])
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 8)
@@ -199,6 +201,15 @@ def check_other_layout(rank: Rank) -> None:
         weft.Error, match="is_token_in_rank: got False for token 0 and rank 1, where topk_idx has an"
     ):
         buffer.dispatch(x, topk_idx=torch.tensor([[0, 4], [4, 5], [0, 4]], dtype=torch.int32), **routes)
+    for wrong, without_ids in ((-5, False), (-5, True), (7, False)):
+        ids_and_weights = {"topk_weights": None} if without_ids else {"topk_idx": ids}
+        slots = torch.tensor([0, 0, 0, wrong, 0, 0, 0, 0], dtype=torch.int32)
+        most = (1 << 31) - 1 if without_ids else 6
+        with pytest.raises(
+            weft.Error,
+            match=f"num_tokens_per_expert: got {wrong} slots of expert 3, allowed: 0 to {most}",
+        ):
+            buffer.dispatch(x, **{**routes, "num_tokens_per_expert": slots, **ids_and_weights})
     assert len(buffer.dispatch(x, topk_idx=ids, **routes)[0]) == 4
 
 

@@ -179,17 +179,6 @@ def check_expert_ids(topk_idx: Tensor, num_experts: int) -> None:
         _core.check_expert_ids(topk_idx.data_ptr(), topk_idx.element_size(), topk_idx.numel(), num_experts)
 
 
-def check_slot_counts(num_tokens_per_expert: Tensor, topk_idx: Tensor | None) -> None:
-    """Refuse counts that no layout gives. On CUDA that is not looked at: it would stall the stream."""
-    if num_tokens_per_expert.device.type == "cuda" or num_tokens_per_expert.numel() == 0:
-        return
-    least, most = (int(bound) for bound in num_tokens_per_expert.aminmax())
-    slots = topk_idx.numel() if topk_idx is not None else MAX_ROWS
-    if least < 0 or most > slots:
-        wrong = least if least < 0 else most
-        raise invalid("num_tokens_per_expert", f"{wrong} slots of one expert", f"0 to {slots}")
-
-
 def check_distinct_experts(topk_idx: Tensor) -> None:
     """Refuse a token that names an expert twice. On CUDA that is not looked at: it would stall the stream."""
     if topk_idx.device.type == "cuda" or topk_idx.numel() == 0:

@@ -33,7 +33,6 @@ from weft.runtime.allocation import (
     OutputMaker,
     TensorForm,
     new_on_cuda,
-    new_on_host,
     part_of,
     strides_in_order,
     tensor_form,
@@ -212,18 +211,23 @@ class DeviceContext(RuntimeFacts):
         """
         if 0 in shape:  # two such storages would begin at one address, by which resize_(0) finds them
             return self.empty(*shape, dtype=dtype)
-        exchanged = _EXCHANGED_TYPES.get(dtype)
+        exchanged, num_bytes = _EXCHANGED_TYPES.get(dtype), shape[0] * shape[1] * dtype.itemsize
+        if not self.is_cuda and (exchanged is None or not self._lends(num_bytes)):
+            return self.copied(offset, shape, dtype)
         if exchanged is None:
-            num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
-        rows = self._view_of(lease, offset, shape, exchanged, True)
-        if self.is_cuda or (rows.nbytes >= LARGE_BYTES and self._has_room_beside(rows)):
-            return rows
-        return self._own(rows)
+        return self._view_of(lease, offset, shape, exchanged, True)
 
-    def _has_room_beside(self, rows: torch.Tensor) -> bool:
-        needed: int = max(rows.nbytes, self.core.most_rows_bytes)
-        return needed <= int(self.core.largest_piece_bytes)
+    def _lends(self, num_bytes: int) -> bool:
+        """Return whether rows of a CPU rank stay in the window."""
+        needed: int = max(num_bytes, self.core.most_rows_bytes)
+        return num_bytes >= LARGE_BYTES and needed <= int(self.core.largest_piece_bytes)
+
+    def copied(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of what lies at byte ``offset`` of the window of a CPU rank."""
+        made = self._host_memory.empty(shape, dtype)
+        self.core.copy_out(offset, made.data_ptr(), made.nbytes)
+        return made
 
     def words_at(
         self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False
@@ -253,21 +257,14 @@ class DeviceContext(RuntimeFacts):
     def output(
         self, words: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a tensor of what peers wrote into a piece, from byte ``offset`` of its words on.
+        """Return a tensor of what peers wrote into a piece of a GPU's window, from byte ``offset`` of its words on.
 
-        It is a view of no other tensor. On CUDA it lies in the piece; on the CPU it is a copy with a storage of its
-        own.
+        It lies there, and is a view of no other tensor.
         """
         if dtype is torch.int32:
-            return self._own(part_of(words, offset // 4, shape))
-        nothing = tensor_form((0,), dtype)
-        part = new_on_cuda(nothing, self.device) if self.is_cuda else new_on_host(*nothing)
-        begin = offset // dtype.itemsize
-        return self._own(part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape)))
-
-    def _own(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a part of the window for the caller: on the CPU a copy."""
-        return part if self.is_cuda else self.empty(*part.shape, dtype=part.dtype).copy_(part)
+            return part_of(words, offset // 4, shape)
+        part, begin = new_on_cuda(tensor_form((0,), dtype), self.device), offset // dtype.itemsize
+        return part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape))
 
     def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""

@@ -335,7 +335,12 @@ class Received:
         return self._context.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)
 
     def _matrix(self, offset: int, like: Tensor) -> Tensor:
-        return self._context.output(self._meta, offset, (self.num_rows, like.size(1)), like.dtype)
+        return self._output(offset, (self.num_rows, like.size(1)), like.dtype)
 
     def _column(self, offset: int) -> Tensor:
-        return self._context.output(self._meta, offset, (self.num_rows,), torch.int32)
+        return self._output(offset, (self.num_rows,), torch.int32)
+
+    def _output(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not self._context.is_cuda:
+            return self._context.copied(self._meta_at + offset, shape, dtype)
+        return self._context.output(self._meta, offset, shape, dtype)

@@ -211,7 +211,6 @@ class HighThroughputCalls:
             )
         if ids is not None:
             arguments.check_expert_ids(ids, per_expert.size(0))
-        arguments.check_slot_counts(per_expert, ids)
         alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
         num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
         if num_worst_tokens > 0 and ids is None:

@@ -51,7 +51,8 @@ class GatherSessions:
         On the CPU the host waits.
         """
         context = self._contexts.alive()
-        check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
+        if not (use_comm_stream is sequential is True and with_cpu_sync is False):
+            check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
         if context.is_cuda:
             context.core.barrier(context.order_of_all())
         if with_cpu_sync or not context.is_cuda:

@@ -39,8 +39,8 @@ Status check_layout(const LayoutArgs& routes) {
 Status check_slot_counts(const int32_t* counts, uint32_t experts, uint64_t most) {
   for (uint32_t i = 0; i < experts; ++i)
     if (counts[i] < 0 || static_cast<uint64_t>(counts[i]) > most)
-      return Status::invalid("num_tokens_per_expert: got {} slots of expert {}, allowed: 0 to {}", counts[i], i,
-                             most);
+      return Status::invalid("num_tokens_per_expert: got {} slots of expert {}, allowed: 0 to {}", counts[i],
+                             i, most);
   return {};
 }
 

@@ -179,8 +179,9 @@ def test_handles_can_be_saved_after_a_call_of_inference(pair: RankPool) -> None:
 
 
 def check_other_layout(rank: Rank) -> None:
-    """Two tokens are swapped: as many rows for each rank, and slots for each expert, but other ones. And counts of slots
-    that no layout gives.
+    """Two tokens are swapped: as many rows for each rank, and slots for each expert, but other ones.
+
+    And counts of slots that no layout gives.
     """
     buffer = kept_buffer(rank)
     ids = torch.tensor([[0, 1], [4, 5], [0, 4]])

@@ -128,7 +128,12 @@ def test_bench_kineto_gives_one_result_per_name() -> None:
 
 
 def test_a_kernels_time_is_a_mean_over_launches() -> None:
-    launches = [("weft_dispatch_notify", 2.0), ("weft_dispatch_rows", 10.0), ("zero", 5.0), ("weft_dispatch_rows", 30.0)]
+    launches = [
+        ("weft_dispatch_notify", 2.0),
+        ("weft_dispatch_rows", 10.0),
+        ("zero", 5.0),
+        ("weft_dispatch_rows", 30.0),
+    ]
     assert timing._kernel_s(launches, "dispatch_impl", 1) == 20.0
     assert timing._kernel_s(launches, "barrier", 1) == 2.0
     assert timing._kernel_s(launches, "dispatch", 1) == 22.0, "means of two kernels"

@@ -19,8 +19,8 @@ import torch
 _L2_FLUSH_BYTES = 256_000_000
 _SPIN_CYCLES = 20_000_000  # 10 ms
 # Kernels of DeepEP that programs name, and words of the names of Weft's that do their work. What an epilogue does is a
-# part of Weft's kernel, and there is nothing to wait for after a fetch. Counts are exchanged by a kernel of their own, which
-# barrier() launches, too: a dispatch's time is that of its rows.
+# part of Weft's kernel, and there is nothing to wait for after a fetch. Counts are exchanged by a kernel of their own,
+# which barrier() launches, too: a dispatch's time is that of its rows.
 _DISPATCH, _COMBINE = ("dispatch_rows", "two_level_dispatch"), ("combine_rows", "two_level_combine")
 _KERNELS = {
     "barrier": ("dispatch_notify", "two_level_notify"),

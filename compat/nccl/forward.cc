@@ -21,7 +21,7 @@ Status ncclComm::forward(const std::vector<const Operation*>& operations) {
   if (!real_ || !start || !end)
     return Status::make(Code::kUnsupported, "{} needs the real NCCL, which this communicator lacks",
                         weft::nccl::kFunctionNames[static_cast<int>(operations[0]->function)]);
-  // Its first call to a peer connects to it, which the driver refuses a thread that captures a graph.
+  // The real library connects to a peer at the first call to it. The driver refuses that to a thread that captures.
   std::optional<weft::RelaxedCapture> relaxed;
   if (!device_.is_host()) {
     WEFT_TRY_ASSIGN(const weft::CudaDriver* driver, weft::cuda_driver());

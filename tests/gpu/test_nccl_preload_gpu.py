@@ -55,8 +55,8 @@ def test_training_over_the_preloaded_library_has_the_same_losses(example: str) -
     assert served and all(int(by_weft) > 0 and int(forwarded) == 0 for by_weft, forwarded in served), said
 
 
-def test_captured_messages_are_the_real_librarys_first() -> None:
-    """It connects to a peer then, which the driver refuses a thread that captures, unless it is told not to."""
+def test_the_real_library_may_connect_while_messages_are_captured() -> None:
+    """Weft serves the eager messages before, so the captured ones are the first of the real library."""
     lines, said = _launch(str(Path(__file__).with_name("nccl_captured_messages.py")), **PRELOADED)
     assert sum(line.endswith("right") for line in lines) == min(num_ranks_here(), 8), said
     sends = re.findall(r"ncclSend (\d+) \+ (\d+)", said)

@@ -39,7 +39,7 @@ from weft import _core
 from weft.bench.report import Row, slowest_rank
 
 _BATCHES = 5  # of a turn's rounds on a GPU, each a sample of the turn as a whole
-_TURNS = 10  # of a batch at least: the event behind it costs the host a part of a call
+_LEAST_TURNS = 10  # of a batch: the event behind it costs the host a part of a call
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Eager:
             self._measure_as_a_whole(turn, rounds)
 
     def _measure_as_a_whole(self, turn: Callable[[Eager], None], rounds: int) -> None:
-        batch = max(_TURNS, -(-rounds // _BATCHES))
+        batch = max(_LEAST_TURNS, -(-rounds // _BATCHES))
         ends = [self._mark()]
         self._is_apart = False
         for _ in range(_BATCHES):

@@ -133,8 +133,13 @@ class CallRunner:
         """
         try:
             source = plain_address(tensor)
-            target = source if out is tensor else 0 if out is None else plain_address(out)
-            between = None if out is None else 0 if out is tensor else overlap(tensor, source, out, target)
+            target = source
+            between: int | None = 0
+            if out is None:
+                target, between = 0, None
+            elif out is not tensor:
+                target = plain_address(out)
+                between = overlap(tensor, source, out, target)
             kind = (tensor.dtype, tensor.shape, tensor.device)
             known = self._plans.get((collective, op, root, type(root), *kind, between))
             if known is None or source == 0:

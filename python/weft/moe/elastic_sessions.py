@@ -51,7 +51,8 @@ class GatherSessions:
         On the CPU the host waits.
         """
         context = self._contexts.alive()
-        if not (use_comm_stream is sequential is True and with_cpu_sync is False):
+        is_plain = use_comm_stream is True and with_cpu_sync is False and sequential is True
+        if not is_plain:  # nothing to check in most programs' calls
             check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
         if context.is_cuda:
             context.core.barrier(context.order_of_all())

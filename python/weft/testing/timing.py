@@ -110,7 +110,7 @@ def bench_kineto(
         trace_path: where to write a Chrome trace; CUDA only.
         barrier_comm_profiling: keep GPUs in step before each call: spin, then meet. Meanwhile the host launches
             what follows. Not with EP_DISABLE_BARRIER_PROFILING=1.
-        barrier: how to meet; None: all-reduce.
+        barrier: how to meet; None: by an all-reduce, on the CPU not at all.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     if _is_set("EP_USE_NVIDIA_TOOLS"):
@@ -118,14 +118,12 @@ def bench_kineto(
         ones = 1.0 if num_kernels_per_period == 1 else [1.0] * num_kernels_per_period
         return ones if isinstance(kernel_names, str) else (ones,) * len(names)
     fn()
+    is_in_step = barrier_comm_profiling and not _is_set("EP_DISABLE_BARRIER_PROFILING")
     if torch.cuda.is_available():
-        meet = None
-        if barrier_comm_profiling and not _is_set("EP_DISABLE_BARRIER_PROFILING"):
-            meet = barrier or _meet
-        launches = _profile(fn, num_tests, trace_path, flush_l2, meet)
+        launches = _profile(fn, num_tests, trace_path, flush_l2, (barrier or _meet) if is_in_step else None)
         results = [_kernel_s(launches, name, num_kernels_per_period) for name in names]
     else:
-        call_s = bench(fn, 0, num_tests, barrier)[0]
+        call_s = bench(fn, 0, num_tests, barrier if is_in_step else None)[0]
         results = [call_s if num_kernels_per_period == 1 else [call_s] * num_kernels_per_period] * len(names)
     return results[0] if isinstance(kernel_names, str) else tuple(results)
 

@@ -18,12 +18,14 @@ returns later); on the CPU, the processor time of the call without that of its k
 ``eager_us``: from the end of the call before to the end of this one, on the GPU's clock where there is one; kernels
 included. Both are medians over the rounds, of each round's slowest rank.
 
-On a GPU the calls are made twice. An event after each tells their ends apart, but costs the host as much as a part of a
-call. So ``enqueue_us``, and ``eager_us`` of a turn as a whole, are from a second time without such events.
+On a GPU the calls are made three times. An event after each tells their ends apart, but costs the host as much as a part
+of a call. So ``enqueue_us`` is from a second time without such events, and ``eager_us`` of a turn as a whole from a third
+one, in which nothing but the calls is done.
 """
 
 from __future__ import annotations
 
+import enum
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +52,14 @@ class Times:
     eager_us: float
 
 
+class _Pass(enum.Enum):
+    """What is noted while the calls are made once more."""
+
+    ENDS = enum.auto()  # of each call, by an event
+    HOST = enum.auto()  # when each call returns
+    WHOLE = enum.auto()  # nothing of a single call
+
+
 @dataclass
 class _Laps:
     enqueue_us: list[float] = field(default_factory=list)
@@ -70,7 +80,7 @@ class Eager:
         self._clock = time.perf_counter_ns if on_gpu else time.thread_time_ns
         self._laps: dict[str, _Laps] = {}
         self._together: set[str] = set()
-        self._is_apart = True  # an event follows each call
+        self._pass = _Pass.ENDS
         self._spare: list[Any] = []
         self._enqueued_us = 0.0  # of all calls so far
         self._last: Any = None
@@ -96,25 +106,30 @@ class Eager:
 
     def _measure_as_a_whole(self, turn: Callable[[Eager], None], rounds: int) -> None:
         batch = max(_LEAST_TURNS, -(-rounds // _BATCHES))
+        self._pass = _Pass.HOST
+        for _ in range(rounds):
+            turn(self)
+        self._pass = _Pass.WHOLE
         ends = [self._mark()]
-        self._is_apart = False
         for _ in range(_BATCHES):
             for _ in range(batch):
                 turn(self)
             ends.append(self._mark())
-        self._is_apart = True
+        self._pass = _Pass.ENDS
         for name, laps in self._laps.items():
             if name in self._together or len(self._laps) == 1:
                 laps.whole += [(*pair, batch) for pair in pairwise(ends)]
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Return ``function()``; keep its times under ``name``."""
+        if self._pass is _Pass.WHOLE:
+            return function()
         kernel_ns, started = _core.host_kernel_ns(), self._clock()
         result = function()
         host_ns = self._clock() - started
         kernel_ns = _core.host_kernel_ns() - kernel_ns
         before = self._last
-        if self._is_apart:
+        if self._pass is _Pass.ENDS:
             self._last = self._mark()
         enqueue_us = (host_ns - kernel_ns) / 1e3
         self._enqueued_us += enqueue_us
@@ -127,13 +142,14 @@ class Eager:
         self._together.add(name)
         before, enqueued_us, kernel_ns = self._last, self._enqueued_us, _core.host_kernel_ns()
         yield
-        self._keep(name, self._enqueued_us - enqueued_us, _core.host_kernel_ns() > kernel_ns, before)
+        if self._pass is not _Pass.WHOLE:
+            self._keep(name, self._enqueued_us - enqueued_us, _core.host_kernel_ns() > kernel_ns, before)
 
     def _keep(self, name: str, enqueue_us: float, ran_on_host: bool, before: Any) -> None:
         laps = self._laps.setdefault(name, _Laps())
-        if not self._is_apart or (ran_on_host and not self._on_gpu):
+        if self._pass is _Pass.HOST or (ran_on_host and not self._on_gpu):
             laps.enqueue_us.append(enqueue_us)
-        if self._is_apart:
+        if self._pass is _Pass.ENDS:
             laps.apart.append((before, self._last, 1))
 
     def slowest(self, group: Any) -> dict[str, Times]:

@@ -15,6 +15,7 @@ void bind_base(nanobind::module_& module);
 void bind_collective(nanobind::module_& module);
 void bind_elastic(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
+void bind_leases(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);

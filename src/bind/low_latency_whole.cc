@@ -20,23 +20,6 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-nb::object made(PyObject* object) {
-  if (!object) throw nb::python_error();
-  return nb::steal(object);
-}
-
-// An object of a class of Python whose constructor is not called: of a tuple, with room for so many items.
-nb::object bare(const nb::object& type, Py_ssize_t items) {
-  auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  return made(reinterpret_cast<allocfunc>(PyType_GetSlot(of, Py_tp_alloc))(of, items));
-}
-
-TensorAddress address_of(nb::handle tensor) {
-  TensorAddress address;
-  if (!read_address(tensor.ptr(), address)) throw nb::type_error("a tensor that tells no address");
-  return address;
-}
-
 // What a dispatch leaves for its combine: weft/moe/low_latency_handle.py, LowLatencyHandle.
 class HandleState {
  public:

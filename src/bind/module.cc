@@ -11,6 +11,7 @@ NB_MODULE(_core, module) {
   weft::bind_base(module);
   weft::bind_collective(module);
   weft::bind_jit(module);
+  weft::bind_leases(module);
   weft::bind_measure(module);
   weft::bind_moe(module);
   weft::bind_low_latency(module);

@@ -7,9 +7,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
-
 #include "bind/bind.h"
+#include "bind/receiving.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
 #include "moe/fault_text.h"
@@ -27,89 +26,6 @@ WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::o
 }
 
 namespace {
-
-Status copy_out(const Window& window, uint64_t offset, void* to, uint64_t bytes) {
-  if (!window.communicator()->device().is_host() || bytes > window.bytes() || offset > window.bytes() - bytes)
-    return Status::invalid("copy_out: got {} bytes at {} of a window, allowed: within {}, on the CPU", bytes,
-                           offset, window.bytes());
-  if (bytes > 0) std::memcpy(to, window.local() + offset, bytes);  // a tensor of nothing has no address
-  return {};
-}
-
-// A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
-nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
-                      uint8_t bits, nb::object owner) {
-  const Device device = window.communicator()->device();
-  const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
-  const size_t shape[] = {rows, columns};
-  return nb::ndarray<>(window.local() + offset, 2, shape, owner, nullptr, {code, bits, 1}, kind,
-                       device.ordinal);
-}
-
-// Of weft.moe.device_context.
-using Order = std::tuple<uint64_t, uint64_t, bool, bool>;
-CallOrder order_of(const Order& order) {
-  const auto& [stream, after, waits, joins] = order;
-  return {pointer<void>(stream), pointer<void>(after), waits, joins};
-}
-
-DispatchTensors dispatch_tensors(TensorAddress x, TensorAddress scales, int64_t scale_token_stride,
-                                 int64_t scale_word_stride, TensorAddress topk_idx,
-                                 TensorAddress topk_weights) {
-  return {pointer<std::byte>(x), pointer<uint32_t>(scales), scale_token_stride,
-          scale_word_stride,     pointer<void>(topk_idx),   pointer<float>(topk_weights)};
-}
-
-// DeviceContext.reclaim_waiting.
-MoreRoom more_room_by(nb::handle reclaim) {
-  return [reclaim] {
-    const nb::gil_scoped_acquire held;
-    return nb::cast<bool>(reclaim());
-  };
-}
-
-// new_records(words) -> a tensor, which the caller keeps.
-std::function<int32_t*(uint64_t)> records_by(nb::handle new_records) {
-  return [new_records](uint64_t words) {
-    const nb::gil_scoped_acquire held;
-    return pointer<int32_t>(nb::cast<TensorAddress>(new_records(words)));
-  };
-}
-
-// The calls of each layer, by position: a call's tensors, then what it goes by. Tensors are None where they are left
-// out.
-template <class... Tensor>
-void def_dispatches(nb::class_<MoeBuffer>& buffer, DispatchTensors (*tensors)(Tensor...)) {
-  buffer
-      .def("dispatch_new",
-           [tensors](MoeBuffer& self, const RowFormat& format, Tensor... at, TensorAddress token_in_rank,
-                     TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts,
-                     const HandleMemory& memory, uint64_t worst_rows, uint64_t most_tokens, bool keep_weights,
-                     uint32_t num_sms, const Order& order, nb::handle reclaim, nb::handle new_records) {
-             const NewDispatchCall call{
-                 {{pointer<uint8_t>(token_in_rank), pointer<int32_t>(tokens_per_expert)},
-                  format,
-                  memory,
-                  tokens,
-                  experts,
-                  worst_rows,
-                  order_of(order),
-                  most_tokens},
-                 tensors(at...),
-                 keep_weights,
-                 num_sms,
-                 more_room_by(reclaim),
-                 records_by(new_records)};
-             return value_or_throw(without_gil([&] { return self.dispatch_new(call); }));
-           })
-      .def("dispatch", [tensors](MoeBuffer& self, const RowFormat& format, Tensor... at,
-                                 const DispatchHandle& handle, bool keep_weights, bool is_one_piece,
-                                 uint32_t num_sms, const Order& order, nb::handle reclaim) {
-        const DispatchCall call{tensors(at...), format,  handle,          keep_weights,
-                                is_one_piece,   num_sms, order_of(order), more_room_by(reclaim)};
-        return value_or_throw(without_gil([&] { return self.dispatch(call); }));
-      });
-}
 
 // What layouts of one form share. A call makes what it fills, and fills it, in one trip.
 class LayoutForm {
@@ -217,27 +133,10 @@ void bind_moe(nb::module_& module) {
       .def_ro("id", &DispatchHandle::id)
       .def_ro("rows", &DispatchHandle::rows)
       .def_ro("staging_rows", &DispatchHandle::staging_rows);
-  nb::class_<ReceiveLayout>(module, "ReceiveLayout")
-      .def_ro("scales", &ReceiveLayout::scales)
-      .def_ro("weights", &ReceiveLayout::weights)
-      .def_ro("token", &ReceiveLayout::token)
-      .def_ro("slot", &ReceiveLayout::slot)
-      .def_ro("rows_bytes", &ReceiveLayout::rows_bytes)
-      .def_ro("meta_bytes", &ReceiveLayout::meta_bytes);
-  nb::class_<Received>(module, "Received")
-      .def_ro("rows_at", &Received::rows_at)
-      .def_ro("meta_at", &Received::meta_at)
-      .def_ro("is_one_piece", &Received::is_one_piece)
-      .def_ro("is_captured", &Received::is_captured)
-      .def_ro("layout", &Received::layout);
-  nb::class_<Dispatched>(module, "Dispatched")
-      .def_ro("received", &Dispatched::received)
-      .def_ro("handle", &Dispatched::handle)
-      .def_ro("tokens_per_local_expert", &Dispatched::tokens_per_local_expert);
-
   bind_forms(module);
+  bind_received(module);
+  bind_dispatch_form(module);
   nb::class_<MoeBuffer> buffer(module, "MoeBuffer");
-  def_dispatches(buffer, &dispatch_tensors);
   buffer
       .def_static(
           "create",
@@ -278,15 +177,6 @@ void bind_moe(nb::module_& module) {
             return view_of(self.window(), offset, bytes, std::move(owner));
           },
           nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
-      .def("rows",
-           [](MoeBuffer& self, uint64_t offset, size_t rows, size_t columns, uint8_t code, uint8_t bits,
-              nb::object owner) {
-             return rows_of(self.window(), offset, rows, columns, code, bits, std::move(owner));
-           })
-      .def("copy_out",  // of a window of the host
-           [](MoeBuffer& self, uint64_t offset, uint64_t to, uint64_t bytes) {
-             check(without_gil([&] { return copy_out(self.window(), offset, pointer<void>(to), bytes); }));
-           })
       .def(
           "make_room_for",
           [](MoeBuffer& self, const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
@@ -298,7 +188,6 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)
-      .def_prop_ro("most_rows_bytes", &MoeBuffer::most_rows_bytes)
       .def("give_back_after",
            [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
              return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));

@@ -163,18 +163,6 @@ nb::bytes signature_of(nb::tuple tensors, nb::args options) {
   return nb::bytes(key.data(), key.size());
 }
 
-// Where each tensor begins, 8 bytes for each: another string once one has moved, or its memory is gone.
-nb::bytes addresses(nb::args values) {
-  std::string places;
-  places.reserve(64);
-  for (nb::handle value : values) {
-    TensorAddress at;
-    if (!read_address(value.ptr(), at)) at.value = 0;
-    append(places, at.value);
-  }
-  return nb::bytes(places.data(), places.size());
-}
-
 // table: torch's capsule. Returns whether the table is one that this file knows.
 bool read_plain_tensors_by(nb::capsule table, nb::tuple types) {
   const auto* candidate = static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api"));
@@ -230,10 +218,6 @@ class TensorMaker {
     size_t place;
     nb::object shape, strides, offset;
   };
-  static nb::object made(PyObject* tensor) {
-    if (!tensor) throw nb::python_error();
-    return nb::steal(tensor);
-  }
   static void set(nb::list& results, size_t place, nb::object value) {
     PyList_SetItem(results.ptr(), static_cast<Py_ssize_t>(place), value.release().ptr());
   }
@@ -273,10 +257,37 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
   return true;
 }
 
+TensorAddress address_of(nb::handle tensor) {
+  TensorAddress address;
+  if (!read_address(tensor.ptr(), address)) throw nb::type_error("a tensor that tells no address");
+  return address;
+}
+
+nb::bytes addresses_of(nb::handle tensors) {
+  std::string places;
+  places.reserve(64);
+  for (nb::handle value : tensors) {
+    TensorAddress at;
+    if (!read_address(value.ptr(), at)) at.value = 0;
+    append(places, at.value);
+  }
+  return nb::bytes(places.data(), places.size());
+}
+
+nb::object made(PyObject* object) {
+  if (!object) throw nb::python_error();
+  return nb::steal(object);
+}
+
+nb::object bare(const nb::object& type, Py_ssize_t items) {
+  auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  return made(reinterpret_cast<allocfunc>(PyType_GetSlot(of, Py_tp_alloc))(of, items));
+}
+
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
   module.def("signature_of", &signature_of, nb::arg("tensors"), nb::arg("options"));
-  module.def("addresses", &addresses);
+  module.def("addresses", [](nb::args values) { return addresses_of(values); });
   nb::class_<TensorMaker>(module, "TensorMaker")
       .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list, nb::object, nb::object, nb::object>(),
            nb::arg("empty"), nb::arg("part"), nb::arg("count"), nb::arg("memory"), nb::arg("parts"),

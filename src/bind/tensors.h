@@ -23,6 +23,17 @@ T* pointer(TensorAddress tensor) {
 
 // value: a tensor, which the caller has checked, or None. Returns: whether it has told where it is.
 bool read_address(PyObject* value, TensorAddress& address) noexcept;
+// The same; throws where it tells no address.
+TensorAddress address_of(nanobind::handle tensor);
+
+// Where each of a tuple's tensors begins, 8 bytes for each: other bytes once one has moved, or its memory is gone.
+nanobind::bytes addresses_of(nanobind::handle tensors);
+
+// A new reference of Python's; throws what it raised where that is null.
+nanobind::object made(PyObject* object);
+
+// An object of a class of Python whose constructor is not called: of a tuple, with room for so many items.
+nanobind::object bare(const nanobind::object& type, Py_ssize_t items);
 
 }  // namespace weft
 

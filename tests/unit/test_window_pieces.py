@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from weft import _core
 from weft.moe import window_pieces
-from weft.moe.window_pieces import Lease, StorageOwner, WindowPieces, free_storage, note_stream, watch_torch
+from weft.moe.window_pieces import WindowPieces, free_storage, note_stream, watch_torch
 
 
 class Event:
@@ -39,12 +40,16 @@ class Stream:
 
 
 class Cuda:
-    def __init__(self, current: Stream) -> None:
-        self.stream = current
+    def __init__(self, *streams: Stream) -> None:
+        self.by_number = {stream.cuda_stream: stream for stream in streams}
+        self.now = streams[0]
         self.captured: set[int] = set()
 
-    def current(self) -> Stream:
-        return self.stream
+    def current(self) -> int:
+        return self.now.cuda_stream
+
+    def stream(self, number: int) -> Stream:
+        return self.by_number[number]
 
     def is_capturing(self, stream: Stream) -> bool:
         return stream.cuda_stream in self.captured
@@ -56,14 +61,14 @@ class Window:
     def __init__(self) -> None:
         self.free: list[int] = []
         self.comm, self.main, self.side, self.other = (Stream(number) for number in range(1, 5))
-        self.cuda = Cuda(self.main)
+        self.cuda = Cuda(self.main, self.comm, self.side, self.other)
         self.pieces = WindowPieces(self.free.append, self.comm, self.cuda)
 
-    def lend(self, offset: int, can_be_freed: bool = True) -> tuple[StorageOwner, torch.Tensor]:
+    def lend(self, offset: int, can_be_freed: bool = True) -> tuple[Any, torch.Tensor]:
         """Return the owner of the only storage in a piece, and a tensor there, which here does not keep it."""
         return self.storage_in(self.pieces.lend(object(), offset), can_be_freed)
 
-    def storage_in(self, lease: Lease, can_be_freed: bool = True) -> tuple[StorageOwner, torch.Tensor]:
+    def storage_in(self, lease: Any, can_be_freed: bool = True) -> tuple[Any, torch.Tensor]:
         tensor, owner = torch.zeros(8), lease.share()
         owner.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device, can_be_freed)
         return owner, tensor
@@ -84,7 +89,7 @@ def test_a_piece_is_free_after_what_its_stream_had_queued() -> None:
 def test_who_dies_on_another_stream_waits_for_its_own_too() -> None:
     window = Window()
     owner, _ = window.lend(256)
-    window.cuda.stream = window.side
+    window.cuda.now = window.side
     del owner
     assert window.pieces.reclaim()
     assert window.comm.waits == [window.main.cuda_stream, window.side.cuda_stream]
@@ -169,7 +174,7 @@ def test_tensors_die_in_any_thread() -> None:
         thread.join()
     window.pieces.reclaim()
     assert sorted(window.free) == [256 * number for number in range(200)]
-    assert window_pieces._out == {}
+    assert _core.count_shares() == (0, 0)
 
 
 def test_torchs_record_stream_notes_streams_and_does_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +244,8 @@ def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
     second = window.pieces.lend(object(), 512).share()
     second.lies_at(address, 16, torch.device("cpu"), can_be_freed=True)
     del first  # after the second began there
-    assert list(window_pieces._out) == [address]
+    assert _core.lease_of(address) is not None
+    assert _core.count_shares() == (1, 0)
     window.pieces.reclaim()
     assert window.free == [256]
     del second
@@ -269,7 +275,7 @@ def test_who_frees_twice_frees_nobody_elses_rows(
     del second
     window.pieces.reclaim()
     assert (window.free, window.side.events) == ([256, 512], [])
-    assert (window_pieces._out, window_pieces._freed) == ({}, {})
+    assert _core.count_shares() == (0, 0)
 
 
 def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +312,9 @@ def test_a_piece_that_one_stream_used_goes_back_by_the_short_way() -> None:
     note_stream(tensor, window.side)
     del lease
     lease, _ = window.lend(768)
-    window.cuda.stream = window.side
+    window.cuda.now = window.side
     del lease
-    window.cuda.stream = window.main
+    window.cuda.now = window.main
     window.cuda.captured = {window.main.cuda_stream}
     lease, _ = window.lend(1024)
     del lease

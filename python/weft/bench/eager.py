@@ -18,9 +18,9 @@ returns later); on the CPU, the processor time of the call without that of its k
 ``eager_us``: from the end of the call before to the end of this one, on the GPU's clock where there is one; kernels
 included. Both are medians over the rounds, of each round's slowest rank.
 
-On a GPU the calls are made three times. An event after each tells their ends apart, but costs the host as much as a part
-of a call. So ``enqueue_us`` is from a second time without such events, and ``eager_us`` of a turn as a whole from a third
-one, in which nothing but the calls is done.
+On a GPU the calls are made three times. An event after each tells their ends apart, but costs the host as much as a
+part of a call. So ``enqueue_us`` is from a second time without such events, and ``eager_us`` of a turn as a whole from
+a third one, in which nothing but the calls is done.
 """
 
 from __future__ import annotations

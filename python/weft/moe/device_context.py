@@ -22,18 +22,17 @@ from torch.utils.dlpack import from_dlpack
 from weft import _core
 from weft.errors import invalid
 from weft.moe.arguments import describe
-from weft.moe.config import ceil_div
 from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import LARGE_BYTES, HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
-from weft.moe.window_pieces import CudaStreams, HostPieces, Lease, StorageOwner, WindowPieces, watch_torch
+from weft.moe.window_pieces import CudaStreams, HostPieces, WindowPieces, watch_torch
 from weft.runtime.allocation import (
     PART_BYTES,
     OutputMaker,
     TensorForm,
     new_on_cuda,
-    part_of,
+    not_a_view,
     strides_in_order,
     tensor_form,
 )
@@ -69,6 +68,26 @@ _EXCHANGED_TYPES |= {
 }
 # from_dlpack() asks for streams first, of an object: here nothing waits for any.
 _from_capsule: Any = torch._C._from_dlpack
+
+
+def _new_on_cuda(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return new_on_cuda(tensor_form(shape, dtype), device)
+
+
+def _retyped(words: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on a GPU of a type that DLPack lacks, in the memory of another one. It is no view of that."""
+    part = new_on_cuda(tensor_form((0,), dtype), words.device)
+    return part.set_(words.untyped_storage(), 0, shape, strides_in_order(shape))
+
+
+def _with_global_scale(
+    rows: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return NVFP4 rows, their scales, and global scales f32[N, 1], of scales whose last one is the global one."""
+    # Of one row or none, contiguous() would give the parts themselves, which share their memory.
+    parts = scales.split((scales.size(1) - 1, 1), dim=1)
+    blocks, whole = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return rows, blocks, not_a_view(whole.view(torch.float32))
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -132,6 +151,19 @@ class DeviceContext(RuntimeFacts):
             else HostPieces(self.core.give_back)
         )
         self._host_memory = HostMemory()
+        # How dispatches make tensors of what they received. It keeps the core, not this.
+        self.receiving = _core.Receiving(
+            buffer=self.core,
+            device=device,
+            pieces=self._pieces,
+            from_capsule=_from_capsule,
+            empty=functools.partial(_new_on_cuda, device) if self.is_cuda else self._host_memory.empty,
+            retyped=_retyped,
+            exchanged=_EXCHANGED_TYPES,
+            int32=torch.int32,
+            with_global_scale=_with_global_scale,
+            large_bytes=LARGE_BYTES,
+        )
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
         """Return the state of a handle that ``call``() returned to this group of ranks, on this device.
@@ -190,81 +222,6 @@ class DeviceContext(RuntimeFacts):
         return torch.tensor([self.rdma_groups], device=self.device)
 
     # -- memory ----------------------------------------------------------------------------------------------
-
-    def lend(self, offset: int, is_captured: bool) -> Lease | None:
-        """Return the lease of a piece of the window, which comes back when the lease and its storages are gone.
-
-        is_captured: by a graph, which writes there at every replay, so that the piece never comes back.
-        """
-        if is_captured:
-            return None
-        return self._pieces.lend(self, offset)
-
-    def rows_at(
-        self, lease: Lease | None, offset: int, shape: tuple[int, int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return what peers wrote into a leased piece at byte ``offset`` of the window, with a storage of its own.
-
-        It is a view of no other tensor. It lies in the piece, and resize_(0) gives it back. On the CPU it is a copy
-        where that is cheap, where the window would have no room for as much again or for the largest dispatch so far,
-        and of types that DLPack lacks.
-        """
-        if 0 in shape:  # two such storages would begin at one address, by which resize_(0) finds them
-            return self.empty(*shape, dtype=dtype)
-        exchanged, num_bytes = _EXCHANGED_TYPES.get(dtype), shape[0] * shape[1] * dtype.itemsize
-        if not self.is_cuda and (exchanged is None or not self._lends(num_bytes)):
-            return self.copied(offset, shape, dtype)
-        if exchanged is None:
-            return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
-        return self._view_of(lease, offset, shape, exchanged, True)
-
-    def _lends(self, num_bytes: int) -> bool:
-        """Return whether rows of a CPU rank stay in the window."""
-        needed: int = max(num_bytes, self.core.most_rows_bytes)
-        return num_bytes >= LARGE_BYTES and needed <= int(self.core.largest_piece_bytes)
-
-    def copied(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of what lies at byte ``offset`` of the window of a CPU rank."""
-        made = self._host_memory.empty(shape, dtype)
-        self.core.copy_out(offset, made.data_ptr(), made.nbytes)
-        return made
-
-    def words_at(
-        self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False
-    ) -> torch.Tensor:
-        """Return i32[words] of a leased piece from byte ``offset`` of the window, with a storage of its own.
-
-        can_be_freed: on CUDA resize_(0) gives it back, as nobody else has this storage.
-        """
-        words = ceil_div(max(num_bytes, 16), 4)
-        view = self._view_of(lease, offset, (1, words), _EXCHANGED_TYPES[torch.int32], can_be_freed)
-        return part_of(view, 0, (words,))
-
-    def _view_of(
-        self,
-        lease: Lease | None,
-        offset: int,
-        shape: tuple[int, int],
-        exchanged: tuple[int, int],
-        can_be_freed: bool,
-    ) -> torch.Tensor:
-        owner: object = self if lease is None else lease.share()
-        view: torch.Tensor = _from_capsule(self.core.rows(offset, *shape, *exchanged, owner))
-        if isinstance(owner, StorageOwner):
-            owner.lies_at(view.data_ptr(), view.nbytes, view.device, can_be_freed)
-        return view
-
-    def output(
-        self, words: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a tensor of what peers wrote into a piece of a GPU's window, from byte ``offset`` of its words on.
-
-        It lies there, and is a view of no other tensor.
-        """
-        if dtype is torch.int32:
-            return part_of(words, offset // 4, shape)
-        part, begin = new_on_cuda(tensor_form((0,), dtype), self.device), offset // dtype.itemsize
-        return part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape))
 
     def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""
@@ -407,7 +364,7 @@ class DeviceContext(RuntimeFacts):
         """Return an uninitialised tensor, allocated for the stream that is current."""
         if not self.is_cuda:
             return self._host_memory.empty(shape, dtype)
-        return new_on_cuda(tensor_form(shape, dtype), self.device)
+        return _new_on_cuda(self.device, shape, dtype)
 
     def allocator(
         self,

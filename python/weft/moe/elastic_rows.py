@@ -7,6 +7,7 @@ Work goes to the context's communication stream; nothing here waits for a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from weft.moe.elastic_handle import (
 )
 from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.events import EventHandle
-from weft.moe.high_throughput import Layout, Payload, Received, Rows
+from weft.moe.high_throughput import Layout, Payload, Rows
 
 _NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
 
@@ -44,7 +45,7 @@ class Wanted:
     counts_unknown: bool
 
 
-def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[Received, EPHandle]:
+def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[Any, EPHandle]:
     """Send rows along new routes. Returns what came, one row per (token, rank), and the handle."""
     assert rows.topk_idx is not None
     ids, ranks, rank = rows.topk_idx, int(context.communicator.size), int(context.communicator.rank)
@@ -54,11 +55,13 @@ def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[
         sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
         counted = Layout._make(layout.run(ids, context.stream, sum_place))
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
-        received, state, slots = high_throughput.DispatchPlan(context, num_tokens, True).run(
+        plan = high_throughput.DispatchPlan(
+            context, rows, wanted.num_experts, is_ordered=True, worst_rows=worst
+        )
+        received, state, slots = plan.run(
             rows,
             counted.is_token_in_rank,
             counted.slots_per_expert,
-            worst,
             wanted.num_sms,
             context.as_ordered,
             sum_place,
@@ -106,7 +109,7 @@ def no_weights(topk_idx: Tensor) -> Tensor:
     return torch.full_like(topk_idx, _NO_WEIGHT_BITS, dtype=torch.int32).view(torch.float32)
 
 
-def check_weights_alike(received: Received, handle: EPHandle, has_weights: bool, rank: int) -> None:
+def check_weights_alike(received: Any, handle: EPHandle, has_weights: bool, rank: int) -> None:
     """Refuse rows of a rank that gave weights where this one gave none, or the other way round.
 
     Not looked at on CUDA, where it would stall the stream: NaN arrives in place of weights.
@@ -124,10 +127,10 @@ def check_weights_alike(received: Received, handle: EPHandle, has_weights: bool,
 
 
 def outputs(
-    received: Received, handle: EPHandle, has_weights: bool, zero_padding: bool, col_major: bool
+    received: Any, handle: EPHandle, has_weights: bool, zero_padding: bool, col_major: bool
 ) -> tuple[Payload, Tensor | None, Tensor | None]:
     """Return rows, ids and weights in the handle's layout."""
-    data, scales = received.parts()
+    data, scales = received.rows(), received.scales()
     weights = received.weights() if has_weights else None
     expansion = handle.expansion
     if expansion is not None:

@@ -170,16 +170,19 @@ def _gather_rows(context: DeviceContext, rows: Tensor, form: tuple[int, int]) ->
         in_rank = torch.ones((num_rows, ranks), dtype=torch.bool, device=context.device)
         per_expert = torch.zeros(1, dtype=torch.int32, device=context.device)
         words = torch.tensor([form], dtype=torch.int32).expand(num_rows, -1) if looks else None
-        received, state, _ = high_throughput.DispatchPlan(context, num_rows).run(
-            Rows(rows, words, combine_rows=0),
+        sent = Rows(rows, words, combine_rows=0)
+        # On the CPU rows that are not as many shall come, to be looked at.
+        plan = high_throughput.DispatchPlan(context, sent, 1, worst_rows=0 if looks else num_rows * ranks)
+        received, state, _ = plan.run(
+            sent,
             in_rank,
             per_expert,
-            0 if looks else num_rows * ranks,  # rows that are not as many shall come, to be looked at
             _NUM_SMS,
             context.as_ordered,
             most_tokens=0 if looks else num_rows,
         )
-    gathered, came = received.parts()
+    gathered: Tensor = received.rows()
+    came: Tensor | None = received.scales()
     if came is not None:
         _check_alike(came, state.prefix[:, context.communicator.rank], int(context.communicator.rank))
     return gathered

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft import _core
-from weft.runtime.allocation import part_of, words_on_host
+from weft.runtime.allocation import empty_words_on_host, part_of
 from weft.runtime.plain import addresses
 from weft.runtime.tensors import lacking_memory
 
@@ -124,50 +124,6 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
         handle.state = cls.state_of(tuple(handle))
         return handle
 
-    @classmethod
-    def of(cls, state: DispatchState, num_tokens_per_rank: torch.Tensor) -> DispatchHandle:
-        """Return the handle with its state beside the tensors."""
-        facts = [
-            _KIND,
-            state.group_key,
-            state.rank,
-            state.handle_id,
-            state.num_experts,
-            state.top_k,
-            state.staging_rows,
-            int(state.counts_unknown),
-        ]
-        ranks = num_tokens_per_rank.size(0)
-        sent = part_of(num_tokens_per_rank, 0, (ranks, 1))
-        entries: tuple[torch.Tensor, ...]
-        if state.routes is None or state.records is None:
-            entries = (
-                state.prefix,
-                sent,
-                part_of(state.prefix, state.rank, (ranks, 1), (ranks, 1)),
-                state.token,
-                state.is_token_in_rank,
-                state.send_row,
-                state.slot_base,
-                state.slot,
-                words_on_host(facts),
-            )
-        else:
-            facts += [state.routes.numel(), state.records.numel()]
-            entries = (
-                state.prefix,
-                words_on_host(facts),
-                state.send_row,
-                state.slot_base,
-                state.slot,
-                state.routes,
-                state.records,
-                *_entries_across_nodes(state, sent),
-            )
-        handle = tuple.__new__(cls, entries)
-        handle.state = state
-        return handle
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the tensors, of which the copy is a handle again."""
         return DispatchHandle, (tuple(self),)
@@ -241,8 +197,53 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
 _SOURCE_META = -3
 
 
-def _entries_across_nodes(state: DispatchState, sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return DeepEP's ten entries as views of what the kernels wrote, in the order of the core's route_words()."""
+def dispatch_form(
+    context: Any,
+    row_format: Any,
+    num_tokens: int,
+    num_experts: int,
+    keep_weights: bool,
+    has_global_scale: bool,
+) -> Any:
+    """Return the core's calls of dispatches along new routes, which make a DispatchState and a DispatchHandle.
+
+    context: a DeviceContext.
+    """
+    rank = int(context.communicator.rank)
+    alike = {
+        "group_key": context.group_key,
+        "rank": rank,
+        "num_experts": num_experts,
+        "top_k": row_format.top_k,
+        "num_tokens": num_tokens,
+        "islands": context.islands,
+    }
+    return _core.DispatchForm(
+        receiving=context.receiving,
+        format=row_format,
+        tokens=num_tokens,
+        experts=num_experts,
+        keep_weights=keep_weights,
+        has_global_scale=has_global_scale,
+        kind=_KIND,
+        group_key=context.group_key,
+        rank=rank,
+        facts=alike,
+        state_type=DispatchState,
+        handle_type=DispatchHandle,
+        part=part_of,
+        empty_words=empty_words_on_host,
+        across_nodes=_entries_across_nodes,
+    )
+
+
+def _entries_across_nodes(
+    state: DispatchState, sent: torch.Tensor, facts: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return a handle's entries: those of Weft, then views of what the kernels wrote.
+
+    The latter are DeepEP's ten, in the order of the core's route_words().
+    """
     assert state.routes is not None
     assert state.records is not None
     ranks, islands = state.prefix.size(0), max(state.islands) + 1
@@ -250,7 +251,9 @@ def _entries_across_nodes(state: DispatchState, sent: torch.Tensor) -> tuple[tor
     sizes = [state.num_tokens * islands, ranks * islands, islands]
     send_pair, pairs, handed_on, _ = state.routes.split([*sizes, state.routes.numel() - sum(sizes)])
     received = state.prefix.narrow(1, state.rank, 1)
+    mine = (state.prefix, facts, state.send_row, state.slot_base, state.slot, state.routes, state.records)
     return (
+        *mine,
         state.is_token_in_rank,
         pairs.view(ranks, islands)[state.rank].view(-1, 1),
         sent,

@@ -15,9 +15,9 @@ from torch.autograd import profiler
 from weft import _core
 from weft.errors import Error
 from weft.moe.device_context import DeviceContext, Order
-from weft.moe.handle import DispatchState
+from weft.moe.handle import DispatchHandle, DispatchState, dispatch_form
 from weft.runtime import spans
-from weft.runtime.allocation import not_a_view, tensor_form
+from weft.runtime.allocation import tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -54,12 +54,6 @@ class Rows:
             element_bytes,
             num_elements * summed_bytes * self.combine_rows,
         )
-
-    def tensors(self) -> tuple[Any, ...]:
-        """Return what the core takes of these, in its order."""
-        scales = self.scales
-        strides = (0, 0) if scales is None else scales.stride()
-        return self.x, scales, *strides, self.topk_idx, self.topk_weights
 
 
 _row_format = functools.lru_cache(maxsize=1024)(
@@ -122,15 +116,32 @@ class LayoutPlan:
 
 
 class DispatchPlan:
-    """What dispatches along new routes of so many tokens share: the maker of what their handles keep.
+    """What dispatches along new routes share: so many tokens and experts, in one format.
 
-    received, state, slots = plan.run(rows, is_token_in_rank, num_tokens_per_expert, 0, num_sms, order)
+    received, state, slots = plan.run(rows, is_token_in_rank, num_tokens_per_expert, num_sms, order)
+    received.rows(), received.scales(), received.ids(), received.weights()      # src/bind/receiving.h
     """
 
-    def __init__(self, context: DeviceContext, num_tokens: int, is_ordered: bool = False) -> None:
+    def __init__(
+        self,
+        context: DeviceContext,
+        rows: Rows,
+        num_experts: int,
+        *,
+        is_ordered: bool = False,
+        worst_rows: int = 0,
+        alignment: int = 1,
+    ) -> None:
+        """Plan for rows like these.
+
+        is_ordered: combine sums in the order of a layout's sum_place. worst_rows: above 0: so many rows come, and
+        counts stay on the device. alignment: counts are rounded up to multiples of it.
+        """
         i32, num_ranks = torch.int32, int(context.communicator.size)
+        num_tokens, row_format = rows.x.size(0), rows.format
         route_words = int(context.core.route_words(num_tokens, is_ordered))
-        self.context, self.num_tokens = context, num_tokens
+        self.context, self.num_experts = context, num_experts
+        self._worst_rows, self._alignment = worst_rows, alignment
         # For the stream that is current: send_row, slot_base, prefix and routes of DispatchState.
         self._new_places = context.allocator(
             tensor_form((num_tokens, num_ranks), i32),
@@ -138,90 +149,71 @@ class DispatchPlan:
             tensor_form((num_ranks, num_ranks), i32),
             tensor_form((route_words,), i32) if route_words else None,
         )
+        self._form = dispatch_form(
+            context, row_format, num_tokens, num_experts, rows.keep_weights, rows.has_global_scale
+        )
 
     def run(
         self,
         rows: Rows,
         is_token_in_rank: Tensor,
         num_tokens_per_expert: Tensor,
-        num_worst_tokens: int,
         num_sms: int,
         order: Order,
         sum_place: Tensor | None = None,
         most_tokens: int = 0,
-    ) -> tuple[Received, DispatchState, list[int]]:
+    ) -> tuple[Any, DispatchState, list[int]]:
         """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
 
-        With num_worst_tokens the counts stay on the device, and the last list is empty. most_tokens: no rank has more,
-        the same on all ranks; 0: not known. sum_place: of a layout, where combine is to sum in its order.
+        With worst_rows the last list is empty. most_tokens: no rank has more, the same on all ranks; 0: not known.
+        sum_place: of a layout, where combine is to sum in its order.
         """
-        context, row_format = self.context, rows.known_format or rows.format
-        send_row, slot_base, prefix, routes = self._new_places()
-        records: list[Tensor] = []
-
-        def new_records(words: int) -> Tensor:
-            records.append(context.empty(words, dtype=torch.int32))
-            return records[0]
-
-        memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
-        num_experts = num_tokens_per_expert.size(0)
-        call = context.core.dispatch_new
-        if profiler._is_profiler_enabled or spans.NVTX:
-            call = spans.around("dispatch", call)
-        try:
-            came = call(
-                *(
-                    row_format,
-                    *rows.tensors(),
-                    is_token_in_rank,
-                    num_tokens_per_expert,
-                    self.num_tokens,
-                    num_experts,
-                ),
-                *(memory, num_worst_tokens, most_tokens, rows.keep_weights, num_sms, order),
-                *(context.reclaim_waiting, new_records),
-            )
-        except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-            used = (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes, *records)
-            context.finish(True, used)
-            raise
-        handle = came.handle
-        received = Received(context, came.received, rows, handle.rows)
-        state = DispatchState(
-            group_key=context.group_key,
-            rank=int(context.communicator.rank),
-            handle_id=handle.id,
-            num_experts=num_experts,
-            top_k=row_format.top_k,
-            num_tokens=self.num_tokens,
-            num_rows=handle.rows,
-            staging_rows=handle.staging_rows,
-            counts_unknown=num_worst_tokens > 0,
-            is_token_in_rank=is_token_in_rank,
-            send_row=send_row,
-            slot_base=slot_base,
-            prefix=prefix,
-            slot=received.slot(),
-            token=received.token(),
-            sum_place=sum_place,
-            routes=routes,
-            records=records[0] if records else None,
-            islands=context.islands,
+        sent = (
+            rows.x,
+            rows.scales,
+            rows.topk_idx,
+            rows.topk_weights,
+            is_token_in_rank,
+            num_tokens_per_expert,
         )
-        state.__dict__["core"] = handle  # so that nobody makes it again
-        return received, state, came.tokens_per_local_expert
+        how = (self._worst_rows, most_tokens, num_sms, order)
+        came: tuple[Any, DispatchState, list[int]] = self._in_place(self._form.run, (*sent, sum_place), how)
+        return came
+
+    def run_whole(
+        self, sent: tuple[Tensor | None, ...], num_sms: int, order: Order
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int], DispatchHandle]:
+        """Do as run(), and return payload, ids, weights, slots of each local expert, and the handle.
+
+        sent: x, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, num_tokens_per_rank.
+        """
+        how = (self._worst_rows, self._alignment, num_sms, order)
+        results: tuple[Payload, Tensor | None, Tensor | None, list[int], DispatchHandle]
+        results = self._in_place(self._form.run_whole, sent, how)
+        return results
+
+    def _in_place(
+        self, run: Callable[..., Any], sent: tuple[Tensor | None, ...], how: tuple[Any, ...]
+    ) -> Any:
+        """Return what a call of the form returns, with new places for its routes."""
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("dispatch", run)
+        places = self._new_places()
+        try:
+            return run(*sent, places, *how, self.context.reclaim_waiting)
+        except Error:  # counts are known, or awaited in vain, while the kernel still writes places
+            self.context.finish(True, (*sent, *places))
+            raise
 
 
-def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
-    """Send rows along the routes of an earlier dispatch."""
-    call = context.core.dispatch
+def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Any:
+    """Send rows along the routes of an earlier dispatch. Returns what came, as DispatchPlan.run() does."""
+    call = context.receiving.repeat
     if profiler._is_profiler_enabled or spans.NVTX:
         call = spans.around("dispatch", call)
-    received = call(
-        *(rows.known_format or rows.format, *rows.tensors(), state.core, rows.keep_weights, True, num_sms),
-        *(order, context.reclaim_waiting),
-    )
-    return Received(context, received, rows, state.num_rows)
+    sent = (rows.x, rows.scales, rows.topk_idx, rows.topk_weights, rows.keep_weights, rows.has_global_scale)
+    row_format = rows.known_format or rows.format
+    return call(row_format, *sent, state.core, num_sms, order, context.reclaim_waiting)
 
 
 class CombinePlan:
@@ -273,74 +265,3 @@ class CombinePlan:
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
-
-
-class Received:
-    """The results of a dispatch in the pieces that it filled: rows and scales; ids, weights and origins."""
-
-    def __init__(self, context: DeviceContext, received: Any, sent: Rows, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._context = context
-        self._layout = received.layout
-        self._rows_at, self._meta_at = received.rows_at, received.meta_at
-        is_captured = received.is_captured
-        self._rows = context.lend(received.rows_at, is_captured)
-        self._meta_lease = (
-            self._rows if received.is_one_piece else context.lend(received.meta_at, is_captured)
-        )
-        self._sent = sent
-
-    def payload(self) -> Payload:
-        """Return rows [N, hidden]; (rows, scales [N, n]); or (rows, scales, global scales f32[N, 1])."""
-        rows, scales = self.parts()
-        if scales is None:
-            return rows
-        if not self._sent.has_global_scale:
-            return rows, scales
-        # Of one row or none, contiguous() would give the parts themselves, which share their memory.
-        parts = scales.split((scales.size(1) - 1, 1), dim=1)
-        blocks, whole = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        return rows, blocks, not_a_view(whole.view(torch.float32))
-
-    def parts(self) -> tuple[Tensor, Tensor | None]:
-        """Return rows [N, hidden], and scales [N, n] or None, as they came."""
-        rows = self._rows_of(self._rows_at, self._sent.x)
-        if self._sent.scales is None:
-            return rows, None
-        return rows, self._rows_of(self._rows_at + self._layout.scales, self._sent.scales)
-
-    def ids(self) -> Tensor | None:
-        """Return local expert ids [N, top_k], -1 elsewhere."""
-        return None if self._sent.topk_idx is None else self._matrix(0, self._sent.topk_idx)
-
-    def weights(self) -> Tensor | None:
-        """Return float32 [N, top_k], 0 elsewhere."""
-        if self._sent.topk_weights is None:
-            return None
-        return self._matrix(self._layout.weights, self._sent.topk_weights)
-
-    def token(self) -> Tensor:
-        """Return i32[N], each row's token at its source."""
-        return self._column(self._layout.token)
-
-    def slot(self) -> Tensor:
-        """Return i32[N], each row's place in its owner's staging."""
-        return self._column(self._layout.slot)
-
-    @functools.cached_property
-    def _meta(self) -> Tensor:
-        return self._context.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
-
-    def _rows_of(self, begin: int, like: Tensor) -> Tensor:
-        return self._context.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)
-
-    def _matrix(self, offset: int, like: Tensor) -> Tensor:
-        return self._output(offset, (self.num_rows, like.size(1)), like.dtype)
-
-    def _column(self, offset: int) -> Tensor:
-        return self._output(offset, (self.num_rows,), torch.int32)
-
-    def _output(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self._context.is_cuda:
-            return self._context.copied(self._meta_at + offset, shape, dtype)
-        return self._context.output(self._meta, offset, shape, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
+from weft.moe.config import MAX_ALIGNMENT, Config, check_whole
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
@@ -52,6 +52,11 @@ def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
     with_config.__qualname__ = f"Buffer.{with_config.__name__}"
     with_config.__doc__ = f"The same as {call.__name__}(), with config required."
     return with_config
+
+
+def _pair(x: Any) -> tuple[Any, Any]:
+    """Return rows and scales; anything else itself, which has no signature."""
+    return tuple(x) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
 class HighThroughputCalls:
@@ -179,55 +184,80 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E, and, code capacity,
             when one of them has no room for a dispatch with a handle, which cannot grow the window.
         """
-        context, rows = self._check_rows(x)
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
-        if context.is_cuda and arguments.is_deterministic():
-            arguments.check_deterministic_fill(context.device)
-        num_sms = self._num_sms(config, context.planned_sms)
         if handle is not None:
-            state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
-            if context.lacks_room_for(state):
-                context.make_room_for(state, rows.format, state.num_rows)
-            received = high_throughput.repeat(
-                context, rows, state, num_sms, context.order(previous, async_finish)
-            )
-            event = context.finish(True, (rows.x, rows.scales)) if async_finish else finished_event()
-            return received.payload(), None, None, None, None, event
-
+            return self._dispatch_again(x, handle, topk_idx, topk_weights, config, previous, async_finish)
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        signature = signature_of((rows.x, *given, topk_idx, topk_weights), b"dispatch")
+        options = (isinstance(x, Tensor), expert_alignment, num_worst_tokens)
+        rows, scales = parts = _pair(x)
+        signature = signature_of((*parts, *given, topk_idx, topk_weights), b"dispatch", *options)
         plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:
-            in_rank, per_expert = self._check_layout(rows.x, *given)
-            ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
-            plan = self._contexts.keep(signature, DispatchPlan(context, rows.x.size(0)))
-        else:
-            assert is_token_in_rank is not None and num_tokens_per_expert is not None
-            in_rank, per_expert, ids, weights = (
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-            )
-        if ids is not None:
-            arguments.check_expert_ids(ids, per_expert.size(0))
+            plan, rows, scales = self._plan_new_routes(x, given, topk_idx, topk_weights, *options[1:])
+            self._contexts.keep(signature, plan)
+        context = plan.context
+        if not context.is_cuda:
+            if topk_idx is not None:
+                arguments.check_expert_ids(topk_idx, plan.num_experts)
+        elif arguments.is_deterministic():
+            arguments.check_deterministic_fill(context.device)
+        num_sms = self._num_sms(config, context.planned_sms)
+        counted = (is_token_in_rank, num_tokens_per_expert, num_tokens_per_rank)
+        sent = (rows, scales, topk_idx, topk_weights, *counted)
+        order = context.order(previous, async_finish)
+        results = plan.run_whole(sent, num_sms, order)
+        if not async_finish:
+            return (*results, finished_event())
+        state = results[4].state
+        assert state is not None
+        places = (state.send_row, state.slot_base, state.prefix)
+        return (*results, context.finish(True, (*sent, *places)))
+
+    def _plan_new_routes(
+        self,
+        x: Payload,
+        given: tuple[Tensor | None, ...],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        expert_alignment: object,
+        num_worst_tokens: object,
+    ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
+        """Check what the dispatches of one signature share, and plan them. Returns the rows and scales of x, too."""
+        context, rows = self._check_rows(x)
+        _, per_expert = self._check_layout(rows.x, *given)
+        ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
         alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
-        num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
-        if num_worst_tokens > 0 and ids is None:
+        worst = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
+        if worst > 0 and ids is None:
             raise invalid(
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
             )
         rows = high_throughput.Rows(rows.x, rows.scales, ids, weights, has_global_scale=rows.has_global_scale)
-        received, state, counts = plan.run(
-            rows, in_rank, per_expert, num_worst_tokens, num_sms, context.order(previous, async_finish)
-        )
-        used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
-        places = (state.send_row, state.slot_base, state.prefix)
-        event = context.finish(True, (*used, *places)) if async_finish else finished_event()
-        aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
-        assert num_tokens_per_rank is not None
-        handle = DispatchHandle.of(state, num_tokens_per_rank)
-        return received.payload(), received.ids(), received.weights(), aligned, handle, event
+        plan = DispatchPlan(context, rows, per_expert.size(0), worst_rows=worst, alignment=alignment)
+        return plan, rows.x, rows.scales
+
+    def _dispatch_again(
+        self,
+        x: Payload,
+        handle: DispatchHandle,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        config: Config | None,
+        previous: EventHandle | None,
+        async_finish: bool,
+    ) -> tuple[Payload, None, None, None, None, EventOverlap]:
+        """Send rows along the routes of an earlier dispatch."""
+        context, rows = self._check_rows(x)
+        if context.is_cuda and arguments.is_deterministic():
+            arguments.check_deterministic_fill(context.device)
+        num_sms = self._num_sms(config, context.planned_sms)
+        state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
+        if context.lacks_room_for(state):
+            context.make_room_for(state, rows.format, state.num_rows)
+        order = context.order(previous, async_finish)
+        payload: Payload = high_throughput.repeat(context, rows, state, num_sms, order).payload()
+        event = context.finish(True, (rows.x, rows.scales)) if async_finish else finished_event()
+        return payload, None, None, None, None, event
 
     def _check_layout(
         self,

@@ -2,7 +2,7 @@
 """When a piece of the window, in which a received tensor lay, can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
-    lease = pieces.lend(context, offset)
+    lease = pieces.lend(context, offset)       # src/bind/leases.h, as is what a storage has of it
     share = lease.share()                      # kept alive by a storage in that piece
     share.lies_at(address, num_bytes, device, can_be_freed=True)
     pieces.reclaim()                           # before the communication stream writes into what was given back
@@ -27,86 +27,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
+from weft import _core
 from weft.runtime import profiled_memory
 from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
-_out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
-# What resize_(0) freed, by torch's object of the storage, as long as that is alive: another may begin there by then.
-_freed: dict[int, Share] = {}
-
-
-class Lease:
-    """One piece that is out; it goes back when none of its shares is left."""
-
-    def __init__(self, pieces: WindowPieces | HostPieces, owner: object, offset: int, home: Any) -> None:
-        self.recorded: dict[int, Any] = {}  # streams by their numbers
-        self._pieces = pieces
-        self._owner = owner  # keeps the window mapped
-        self._offset = offset
-        self._home = home
-
-    def share(self) -> StorageOwner:
-        """Return what a storage in this piece keeps alive."""
-        return StorageOwner(Share(self))
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._pieces.take_back(self._offset, self._home, self.recorded)
-
-
-class Share:
-    """What one storage has of a piece, until it dies or is freed."""
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease: Lease | None = lease
-        self.can_be_freed = False
-        self.address = 0
-        self._freed_storage = 0
-        self._told: tuple[int, torch.device] | None = None  # what torch's profiler knows of: bytes, and where
-
-    def lies_at(self, address: int, num_bytes: int, device: torch.device) -> None:
-        """Watch the storage that begins at this address."""
-        self.address = address
-        _out[address] = self
-        if profiled_memory.tell(address, num_bytes, device):
-            self._told = num_bytes, device
-
-    def free(self, storage: int) -> None:
-        """Let go of the piece, before torch's object of the storage dies."""
-        self._freed_storage = storage
-        _freed[storage] = self
-        self._let_go()
-
-    def end(self) -> None:
-        """Let go of the piece, as the storage dies."""
-        _freed.pop(self._freed_storage, None)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if _out.get(self.address) is self:  # else another storage begins there now
-            del _out[self.address]
-        self.lease = None
-        if self._told is not None:
-            (num_bytes, device), self._told = self._told, None
-            profiled_memory.tell(self.address, -num_bytes, device)
-
-
-class StorageOwner:
-    """Ends a share when its storage dies: what the storage's memory is owned by."""
-
-    def __init__(self, share: Share) -> None:
-        self._share = share
-
-    def lies_at(self, address: int, num_bytes: int, device: torch.device, can_be_freed: bool) -> None:
-        """Watch the storage of so many bytes that begins at this address. can_be_freed: resize_(0) ends the share."""
-        self._share.can_be_freed = can_be_freed
-        self._share.lies_at(address, num_bytes, device)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._share.end()
+_core.watch_shares(sys.is_finalizing, profiler, profiled_memory.tell)
 
 
 class WindowPieces:
@@ -134,17 +62,17 @@ class WindowPieces:
         self._follow = follow
         self.returned: list[_Returned] = []  # that wait for streams here
 
-    def lend(self, owner: object, offset: int) -> Lease:
+    def lend(self, owner: object, offset: int) -> Any:
         """Return the lease of a piece. owner: what keeps its memory."""
-        return Lease(self, owner, offset, self._cuda.current())
+        return _core.PieceLease(self, owner, offset, self._cuda.current())
 
-    def take_back(self, offset: int, home: Any, recorded: dict[int, Any]) -> None:
-        """Note what the piece has to wait for; nothing here waits."""
+    def take_back(self, offset: int, home: int, recorded: dict[int, Any]) -> None:
+        """Note what the piece has to wait for; nothing here waits. home: the stream when it was lent, by its number."""
         now = self._cuda.current()
-        is_simple = not recorded and now.cuda_stream == home.cuda_stream
-        if is_simple and self._give_back_after and self._give_back_after(offset, now.cuda_stream):
+        is_simple = not recorded and now == home
+        if is_simple and self._give_back_after and self._give_back_after(offset, now):
             return
-        soon = {stream.cuda_stream: stream for stream in (home, now)}
+        soon = {number: self._cuda.stream(number) for number in (home, now)}
         late = [stream for number, stream in recorded.items() if number not in soon]
         late = [
             stream for stream in late if stream.cuda_stream != self._comm_stream.cuda_stream
@@ -157,7 +85,7 @@ class WindowPieces:
 
     def reclaim_kept(self) -> None:
         """Do as reclaim(), outside of captures, where there is anything to do."""
-        if self.returned and not self._cuda.is_capturing(self._cuda.current()):
+        if self.returned and not self._cuda.is_capturing(self._cuda.stream(self._cuda.current())):
             self.reclaim()
 
     def reclaim(self, wait: bool = False) -> bool:
@@ -188,9 +116,9 @@ class HostPieces:
     def __init__(self, give_back: Callable[[int], object]) -> None:
         self._give_back = give_back
 
-    def lend(self, owner: object, offset: int) -> Lease:
+    def lend(self, owner: object, offset: int) -> Any:
         """Return the lease of a piece. owner: what keeps its memory."""
-        return Lease(self, owner, offset, None)
+        return _core.PieceLease(self, owner, offset, None)
 
     def take_back(self, offset: int, _home: None, _recorded: dict[int, Any]) -> None:
         """Make the piece free."""
@@ -202,19 +130,16 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[int, Any] = {}  # by number; an object for a number may outlive its stream
+        # () -> the number of the stream that is current in this thread
+        self.current: Callable[[], int] = functools.partial(current_stream, device.index)
 
-    def current(self) -> Any:
-        """Return the stream that is current in this thread."""
-        number = current_stream(self._device.index)
-        known = self._known.get(number)
-        if known is None:
-            known = self._known[number] = torch.cuda.current_stream(self._device)
-        return known
+    def stream(self, number: int) -> Any:
+        """Return torch's object of a stream."""
+        return torch.cuda.ExternalStream(number, self._device)
 
     def is_capturing(self, stream: Any) -> bool:
         """Return whether a stream records a CUDA graph, so that events of it mean nothing outside."""
-        if stream.cuda_stream == self.current().cuda_stream:
+        if stream.cuda_stream == self.current():
             return bool(torch.cuda.is_current_stream_capturing())
         with torch.cuda.stream(stream):
             return bool(torch.cuda.is_current_stream_capturing())
@@ -251,11 +176,10 @@ class _Returned:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Note that a stream uses a tensor, if it lies in a piece of a window."""
-    if not _out or type(tensor) not in PLAIN_TYPES:
+    if not _core.are_shares_out() or type(tensor) not in PLAIN_TYPES:
         return
     storage = tensor.untyped_storage()
-    share = None if storage._cdata in _freed else _out.get(storage.data_ptr())
-    lease = share.lease if share else None
+    lease = None if _core.is_freed(storage._cdata) else _core.lease_of(storage.data_ptr())
     if lease is not None:
         lease.recorded[stream.cuda_stream] = stream
 
@@ -263,20 +187,15 @@ def note_stream(tensor: torch.Tensor, stream: Any) -> None:
 def free_storage(storage: torch.UntypedStorage) -> bool:
     """Free a storage that lies in a piece of a window; return whether it does.
 
-    Whoever uses it afterwards gets an error (where torch has a way to say so). A storage that others share with
-    whom freed it, as ids and weights of a dispatch share theirs with its handle, stays until all of them are gone.
-    Freeing it again does nothing, as with torch's own memory.
+    Whoever uses it afterwards gets an error (where torch has a way to say so). Freeing it again does nothing, as with
+    torch's own memory.
     """
-    if storage._cdata in _freed:
+    if _core.is_freed(storage._cdata):
         return True
-    share = _out.get(storage.data_ptr()) if _out else None
-    if share is None:
-        return False
-    if share.can_be_freed:
-        share.free(storage._cdata)
-        if _set_access_error is not None:
-            _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")
-    return True
+    is_freed: bool | None = _core.free_share(storage._cdata, storage.data_ptr())
+    if is_freed and _set_access_error is not None:
+        _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")
+    return is_freed is not None
 
 
 _set_access_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)

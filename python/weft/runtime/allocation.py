@@ -12,7 +12,6 @@ allocators. What that code makes tensors of one memory with takes a twentieth of
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -83,11 +82,9 @@ def not_a_view(view: torch.Tensor) -> torch.Tensor:
     return part_of(view, 0, tuple(view.shape), view.stride())
 
 
-def words_on_host(words: Sequence[int]) -> torch.Tensor:
-    """Return i64[len(words)] on the CPU. torch.tensor() takes several times as long."""
-    made = new_on_host((len(words),), (1,), torch.int64)
-    (ctypes.c_int64 * len(words)).from_address(made.data_ptr())[:] = list(words)
-    return made
+def empty_words_on_host(count: int) -> torch.Tensor:
+    """Return i64[count] on the CPU, to be filled."""
+    return new_on_host((count,), (1,), torch.int64)
 
 
 class OutputMaker:
@@ -193,11 +190,11 @@ __all__ = [
     "PART_BYTES",
     "OutputMaker",
     "TensorForm",
+    "empty_words_on_host",
     "new_on_cuda",
     "new_on_host",
     "padded",
     "part_of",
     "strides_in_order",
     "tensor_form",
-    "words_on_host",
 ]

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bind/leases.h"
+
+#include <nanobind/stl/pair.h>
+
+#include <unordered_map>
+#include <utility>
+
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+
+namespace weft {
+namespace {
+
+// Of the process, under the GIL. They live as long as it does: tensors may die at its very end.
+struct Shares {
+  std::unordered_map<uint64_t, PieceShare*> out;  // by the address at which the storage begins
+  // What resize_(0) freed, by torch's object of the storage, as long as that is alive: another may begin there by then.
+  std::unordered_map<uint64_t, PieceShare*> freed;
+};
+
+Shares& shares() {
+  static auto* const once = new Shares;
+  return *once;
+}
+
+// What Python tells this file once.
+struct FromPython {
+  nb::object is_finalizing;  // sys.is_finalizing
+  nb::object profiler;       // torch.autograd.profiler
+  nb::object tell;           // weft.runtime.profiled_memory.tell
+};
+
+FromPython& from_python() {
+  static auto* const once = new FromPython;
+  return *once;
+}
+
+// At the end of the interpreter there is nothing left to give back to.
+bool is_ending() {
+  return !nb::is_alive() || nb::cast<bool>(from_python().is_finalizing());
+}
+
+// A destructor must not throw.
+template <class Run>
+void unless_it_raises(const char* what, Run run) noexcept {
+  try {
+    run();
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable(what);
+  }
+}
+
+void forget(std::unordered_map<uint64_t, PieceShare*>& by_key, uint64_t key, const PieceShare* share) {
+  const auto found = by_key.find(key);
+  if (found != by_key.end() && found->second == share) by_key.erase(found);
+}
+
+}  // namespace
+
+PieceLease::PieceLease(nb::object pieces, nb::object owner, uint64_t offset, nb::object home)
+    : pieces_(std::move(pieces)), owner_(std::move(owner)), offset_(offset), home_(std::move(home)) {}
+
+PieceLease::~PieceLease() {
+  unless_it_raises("a piece of a window that goes back", [this] {
+    if (!is_ending()) pieces_.attr("take_back")(offset_, home_, recorded);
+  });
+}
+
+PieceShare::~PieceShare() {
+  unless_it_raises("the end of a storage in a window", [this] {
+    forget(shares().freed, freed_storage_, this);
+    if (!is_ending()) let_go();
+  });
+}
+
+void PieceShare::lies_at(uint64_t address, uint64_t bytes, nb::handle device, bool can_be_freed) {
+  can_be_freed_ = can_be_freed;
+  address_ = address;
+  shares().out[address] = this;
+  const FromPython& python = from_python();
+  if (python.profiler.attr("_is_profiler_enabled").ptr() != Py_True) return;
+  if (!nb::cast<bool>(python.tell(address, bytes, device))) return;
+  told_bytes_ = bytes;
+  device_ = nb::borrow(device);
+}
+
+bool PieceShare::free(uint64_t storage) {
+  if (!can_be_freed_) return false;
+  freed_storage_ = storage;
+  shares().freed[storage] = this;
+  let_go();
+  return true;
+}
+
+void PieceShare::let_go() {
+  forget(shares().out, address_, this);  // another storage may begin there by now
+  const nb::object let = std::exchange(lease_, nb::none());
+  if (told_bytes_ != 0)
+    from_python().tell(address_, -static_cast<int64_t>(std::exchange(told_bytes_, 0)), device_);
+}
+
+void bind_leases(nb::module_& module) {
+  nb::class_<PieceLease>(module, "PieceLease", "One piece of a window that is out.")
+      .def(nb::init<nb::object, nb::object, uint64_t, nb::object>(), nb::arg("pieces"), nb::arg("owner"),
+           nb::arg("offset"), nb::arg("home").none())
+      .def_ro("recorded", &PieceLease::recorded)
+      .def("share", [](nb::object self) { return new PieceShare(std::move(self)); });
+  nb::class_<PieceShare>(module, "PieceShare", "What one storage has of a piece, which it keeps alive.")
+      .def("lies_at", &PieceShare::lies_at, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"),
+           nb::arg("can_be_freed"));
+  module.def(
+      "watch_shares",
+      [](nb::object is_finalizing, nb::object profiler, nb::object tell) {
+        from_python() = {std::move(is_finalizing), std::move(profiler), std::move(tell)};
+      },
+      nb::arg("is_finalizing"), nb::arg("profiler"), nb::arg("tell"));
+  module.def("are_shares_out", [] { return !shares().out.empty(); });
+  module.def(
+      "is_freed", [](uint64_t storage) { return shares().freed.count(storage) != 0; }, nb::arg("storage"));
+  module.def(
+      "lease_of",
+      [](uint64_t address) -> nb::object {
+        const auto found = shares().out.find(address);
+        return found == shares().out.end() ? nb::none() : found->second->lease();
+      },
+      nb::arg("address"), "The lease of the piece in which a storage begins there, else None.");
+  // Whether it has let go: a storage may not be freed. None: no storage in a piece begins there.
+  module.def(
+      "free_share",
+      [](uint64_t storage, uint64_t address) -> nb::object {
+        const auto found = shares().out.find(address);
+        if (found == shares().out.end()) return nb::none();
+        return nb::bool_(found->second->free(storage));
+      },
+      nb::arg("storage"), nb::arg("address"));
+  module.def("count_shares", [] { return std::pair(shares().out.size(), shares().freed.size()); });
+}
+
+}  // namespace weft

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Storages in pieces of a window, as Python counts them: weft/moe/window_pieces.py says when a piece is free again.
+// All of this is called with the GIL held.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace weft {
+
+// One piece that is out. It goes back, to pieces.take_back(offset, home, recorded), when none of its shares is left.
+class PieceLease {
+ public:
+  // owner: keeps the window mapped. home: the stream that was current when it was lent; None on the CPU.
+  PieceLease(nanobind::object pieces, nanobind::object owner, uint64_t offset, nanobind::object home);
+  ~PieceLease();
+  PieceLease(const PieceLease&) = delete;
+
+  nanobind::dict recorded;  // streams that record_stream() named, by their numbers
+
+ private:
+  nanobind::object pieces_, owner_;
+  uint64_t offset_;
+  nanobind::object home_;
+};
+
+// What one storage has of a piece, until it dies or is freed. The storage's memory is owned by this.
+class PieceShare {
+ public:
+  explicit PieceShare(nanobind::object lease) : lease_(std::move(lease)) {}
+  ~PieceShare();
+  PieceShare(const PieceShare&) = delete;
+
+  // Watches the storage that begins there. can_be_freed: resize_(0) ends the share.
+  void lies_at(uint64_t address, uint64_t bytes, nanobind::handle device, bool can_be_freed);
+  // Lets go of the piece before torch's object of the storage dies, if that is allowed. Returns whether it is.
+  bool free(uint64_t storage);
+
+  const nanobind::object& lease() const { return lease_; }
+
+ private:
+  void let_go();
+
+  nanobind::object lease_;  // None once it was let go
+  bool can_be_freed_ = false;
+  uint64_t address_ = 0;
+  uint64_t freed_storage_ = 0;
+  uint64_t told_bytes_ = 0;  // that torch's profiler knows of
+  nanobind::object device_;  // where, if it does
+};
+
+}  // namespace weft

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// weft._core.Receiving and ReceivedRows: what a high-throughput dispatch received, as tensors.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <tuple>
+
+#include "bind/tensors.h"
+#include "moe/buffer.h"
+
+namespace weft {
+
+// Of weft.moe.device_context.
+using Order = std::tuple<uint64_t, uint64_t, bool, bool>;
+CallOrder order_of(const Order& order);
+
+// DeviceContext.reclaim_waiting.
+MoreRoom more_room_by(nanobind::handle reclaim);
+
+// What the dispatches of one device have in common. It keeps no DeviceContext, which keeps this.
+struct Receiving {
+  nanobind::object buffer;        // a MoeBuffer
+  nanobind::object device;        // torch's
+  nanobind::object pieces;        // WindowPieces or HostPieces
+  nanobind::object from_capsule;  // a DLPack capsule becomes a tensor
+  nanobind::object empty;         // (shape, dtype) -> a tensor for the stream that is current
+  nanobind::object retyped;       // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks
+  nanobind::object exchanged;     // {dtype: (code, bits) in DLPack}
+  nanobind::object int32;         // torch's dtype
+  nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
+  uint64_t large_bytes;                // on the CPU smaller rows are copied
+
+  MoeBuffer& core() const { return nanobind::cast<MoeBuffer&>(buffer); }
+};
+
+// The caller's tensors that a dispatch sends; None where they are left out.
+struct SentRows {
+  nanobind::object x, scales, topk_idx, topk_weights;
+  bool has_global_scale;  // the last scale of a row is the float32 that all of its others are relative to
+
+  DispatchTensors tensors() const;
+};
+
+// The results of a dispatch in the pieces that it filled: rows and scales; ids, weights and origins. N rows. On a GPU,
+// and on the CPU where they are large, they lie there, each with a storage of its own: resize_(0) gives it back. A result
+// is made once, as no two storages may begin at one address.
+class ReceivedRows {
+ public:
+  // by: a Receiving.
+  ReceivedRows(nanobind::object by, const Received& received, SentRows sent, uint64_t num_rows);
+
+  nanobind::object rows();     // [N, hidden]
+  nanobind::object scales();   // [N, n] as they came; or None
+  nanobind::object payload();  // rows; (rows, scales); or (rows, scales, global scales f32[N, 1])
+  nanobind::object ids();      // local expert ids [N, K], -1 elsewhere; or None
+  nanobind::object weights();  // f32[N, K], 0 elsewhere; or None
+  nanobind::object token();    // i32[N]: each row's token at its source
+  nanobind::object slot();     // i32[N]: each row's place in its owner's staging
+
+ private:
+  struct Shape {
+    uint64_t rows, columns;
+    bool is_matrix;
+  };
+  using Made = nanobind::object;
+
+  const Receiving& by() const { return nanobind::cast<const Receiving&>(by_); }
+  bool is_host() const { return by().core().communicator()->device().is_host(); }
+  // A result of the shape and type of a tensor that was sent, if it was.
+  const Made& like(Made& kept, const nanobind::object& sent, bool is_row, uint64_t offset);
+  const Made& column(Made& kept, uint64_t offset);
+  Made made(const nanobind::object& lease, uint64_t at, const Shape& shape, const nanobind::object& dtype,
+            bool may_stay) const;
+  Made copied(uint64_t at, uint64_t bytes, const nanobind::object& shape, const nanobind::object& dtype) const;
+  Made in_place(const nanobind::object& lease, uint64_t at, const Shape& shape, uint8_t code,
+                uint8_t bits) const;
+  bool stays_on_host(uint64_t bytes) const;
+
+  nanobind::object by_;
+  Received at_;
+  SentRows sent_;
+  uint64_t num_rows_;
+  nanobind::object rows_lease_, meta_lease_;  // None: of a graph, which writes there at every replay
+  Made rows_, scales_, ids_, weights_, token_, slot_;  // where they were asked for
+};
+
+void bind_received(nanobind::module_& module);
+void bind_dispatch_form(nanobind::module_& module);
+
+}  // namespace weft

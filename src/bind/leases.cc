@@ -116,7 +116,7 @@ void bind_leases(nb::module_& module) {
         from_python() = {std::move(is_finalizing), std::move(profiler), std::move(tell)};
       },
       nb::arg("is_finalizing"), nb::arg("profiler"), nb::arg("tell"));
-  module.def("are_shares_out", [] { return !shares().out.empty(); });
+  module.def("has_shares", [] { return !shares().out.empty() || !shares().freed.empty(); });
   module.def(
       "is_freed", [](uint64_t storage) { return shares().freed.count(storage) != 0; }, nb::arg("storage"));
   module.def(

@@ -176,7 +176,7 @@ class _Returned:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Note that a stream uses a tensor, if it lies in a piece of a window."""
-    if not _core.are_shares_out() or type(tensor) not in PLAIN_TYPES:
+    if not _core.has_shares() or type(tensor) not in PLAIN_TYPES:
         return
     storage = tensor.untyped_storage()
     lease = None if _core.is_freed(storage._cdata) else _core.lease_of(storage.data_ptr())
@@ -190,6 +190,8 @@ def free_storage(storage: torch.UntypedStorage) -> bool:
     Whoever uses it afterwards gets an error (where torch has a way to say so). Freeing it again does nothing, as with
     torch's own memory.
     """
+    if not _core.has_shares() or storage.device.type == "meta":  # which tells no address
+        return False
     if _core.is_freed(storage._cdata):
         return True
     is_freed: bool | None = _core.free_share(storage._cdata, storage.data_ptr())

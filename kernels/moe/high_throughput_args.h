@@ -128,7 +128,7 @@ struct LayoutArgs {
   uint32_t experts;
   uint32_t experts_per_rank;
   uint32_t reserved;
-  int32_t* counts;         // [R + experts]: tokens per rank, then per expert; zeroed before
+  int32_t* counts;         // [R + experts]: tokens per rank, then per expert; zeroed before several blocks
   uint8_t* token_in_rank;  // [T][R]
   int32_t* sum_place;      // [T][R], or null: when combine adds a rank's row, by its right-most slot
 };

@@ -36,6 +36,14 @@ TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   return caller;
 }
 
+// On a GPU.
+Status zero_words(int32_t* at, uint64_t words, void* stream) {
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  return cuda_status(driver->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(at), 0, words * sizeof(int32_t),
+                                             static_cast<CUstream>(stream)),
+                     "zero counts");
+}
+
 // Of the memory that the host and kernels see.
 struct VisibleOffsets {
   explicit VisibleOffsets(uint32_t ranks) {
@@ -172,17 +180,6 @@ uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {
   return (experts + ranks - 1) / ranks;
 }
 
-Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
-  if (comm_->device().is_host()) {
-    std::memset(at, 0, bytes);
-    return {};
-  }
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(
-      driver->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(at), 0, bytes, static_cast<CUstream>(stream)),
-      "zero counts");
-}
-
 Result<const Kernel*> MoeBuffer::find_kernel(KeyOf key_of, const HighThroughputShape& shape,
                                              const Launch& how) {
   for (const KnownKernel& known : kernels_)
@@ -298,9 +295,9 @@ Status MoeBuffer::run_layout(LayoutArgs args, void* stream) {
   WEFT_TRY(fault());
   args.ranks = ranks();
   args.experts_per_rank = experts_per_rank(args.experts);
-  WEFT_TRY(zero(args.counts, (args.ranks + args.experts) * sizeof(int32_t), stream));
-  return launch(key_of_layout, plan_layout(args.tokens, args.ranks, args.experts, limits_), &args,
-                sizeof(args), {}, stream);
+  const GridPlan grid = plan_layout(args.tokens, args.ranks, args.experts, limits_);
+  if (grid.blocks > 1) WEFT_TRY(zero_words(args.counts, args.ranks + args.experts, stream));
+  return launch(key_of_layout, grid, &args, sizeof(args), {}, stream);
 }
 
 Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {

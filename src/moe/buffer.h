@@ -289,7 +289,6 @@ class MoeBuffer {
   Status open_trace();
   // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
   CountReport* unawaited_report() const;
-  Status zero(void* at, uint64_t bytes, void* stream);
   Result<Notified> collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id);
   Status compare(const CountReport& report) const;
   Status make_room(const NotifyCall& call, const RankCounts* counts);

@@ -108,15 +108,13 @@ uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_majo
   return std::min(num_sms / 4 * 6, limits.max_blocks);
 }
 
-// One block needs no zeroed counts, which several add theirs to: a memset takes the host 2 us, and the GPU as long.
-constexpr uint64_t kMostTokensOfOneBlock = 4096;
-
+// One block alone needs no zeroed counts. More than 256 tokens in one take longer than several blocks and a memset.
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
   const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
-  constexpr uint32_t kThreads = 1024;
-  const auto blocks = tokens <= kMostTokensOfOneBlock ? 1 : static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
-  return {std::min(blocks, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
+  constexpr uint32_t kThreads = 256;
+  const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
+  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
 }
 
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {

@@ -18,39 +18,23 @@ namespace weft {
 namespace layout {
 
 inline constexpr uint32_t kRanksAtOnce = 64;
-inline constexpr uint32_t kSlotsAtOnce = 8;  // ids of a token that are under way before the first is looked at
 
-// Counts a token's slots of ranks [first, first + kRanksAtOnce) in the block's table. Returns a bit for each of these.
-WEFT_DEVICE uint64_t count_slots(const LayoutArgs& a, uint64_t token, uint32_t first, int32_t* per_expert) {
-  uint64_t goes = 0;
-  for (uint32_t from = 0; from < a.top_k; from += kSlotsAtOnce) {
-    int64_t experts[kSlotsAtOnce];
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kSlotsAtOnce; ++i)
-      experts[i] = from + i < a.top_k ? expert_at(a.topk_idx, a.id_bytes, token * a.top_k + from + i) : -1;
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kSlotsAtOnce; ++i) {
-      const int64_t expert = experts[i];
+// Marks the ranks of one token and counts it in the block's tables.
+WEFT_DEVICE void count_token(const LayoutArgs& a, uint64_t token, int32_t* per_rank, int32_t* per_expert) {
+  for (uint32_t first = 0; first < a.ranks; first += kRanksAtOnce) {
+    uint64_t goes = 0;
+    for (uint32_t k = 0; k < a.top_k; ++k) {
+      const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * a.top_k + k);
       if (expert < 0 || expert >= a.experts) continue;
       const uint32_t rank = static_cast<uint32_t>(expert) / a.experts_per_rank;
       if (rank < first || rank >= first + kRanksAtOnce) continue;
       add_local(&per_expert[expert], int32_t{1});
       goes |= uint64_t{1} << (rank - first);
     }
-  }
-  return goes;
-}
-
-// Marks the ranks of a warp's tokens, of which this lane has one if `is_token`, and counts them in the block's tables.
-WEFT_DEVICE void count_tokens(const LayoutArgs& a, Warp warp, uint64_t token, bool is_token, int32_t* per_rank,
-                              int32_t* per_expert) {
-  for (uint32_t first = 0; first < a.ranks; first += kRanksAtOnce) {
-    const uint64_t goes = is_token ? count_slots(a, token, first, per_expert) : 0;
     for (uint32_t rank = first; rank < a.ranks && rank < first + kRanksAtOnce; ++rank) {
       const bool in_rank = (goes >> (rank - first) & 1) != 0;
-      if (is_token) a.token_in_rank[token * a.ranks + rank] = in_rank ? 1 : 0;
-      const auto tokens = static_cast<int32_t>(warp.count(in_rank));
-      if (warp.rank() == 0 && tokens != 0) add_local(&per_rank[rank], tokens);
+      a.token_in_rank[token * a.ranks + rank] = in_rank ? 1 : 0;
+      if (in_rank) add_local(&per_rank[rank], int32_t{1});
     }
   }
 }
@@ -79,17 +63,15 @@ WEFT_DEVICE void place_token(const LayoutArgs& a, uint64_t token) {
 template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {
   const Block block;
-  const Warp warp;
   auto* per_rank = reinterpret_cast<int32_t*>(block.shared());
   int32_t* per_expert = per_rank + a.ranks;
   for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) per_rank[i] = 0;
   block.sync();
   const uint64_t threads = uint64_t{block.count()} * block.size();
-  const uint64_t of_warp = uint64_t{block.index()} * block.size() + warp.index() * warp.size();
-  for (uint64_t first = of_warp; first < a.tokens; first += threads) {
-    const uint64_t token = first + warp.rank();
-    layout::count_tokens(a, warp, token, token < a.tokens, per_rank, per_expert);
-    if (a.sum_place && token < a.tokens) layout::place_token(a, token);
+  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens;
+       token += threads) {
+    layout::count_token(a, token, per_rank, per_expert);
+    if (a.sum_place) layout::place_token(a, token);
   }
   block.sync();
   for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) {

@@ -63,18 +63,20 @@ nb::object int64s(nb::handle empty_words, const std::vector<int64_t>& words) {
 // What a call along new routes goes by, beside its form.
 struct Routes {
   nb::object x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, sum_place;
-  nb::list places;  // [send_row, slot_base, prefix, routes], to be filled; a call that fails leaves its records behind them
+  nb::list
+      places;  // [send_row, slot_base, prefix, routes], to be filled; a call that fails leaves its records behind them
 };
 
 // What such dispatches of so many tokens and experts, in one format, share.
 class DispatchForm {
  public:
   struct Python {
-    nb::object state_type;    // DispatchState
-    nb::object handle_type;   // DispatchHandle
-    nb::object part;          // weft.runtime.allocation.part_of
-    nb::object empty_words;   // (count) -> i64[count] on the CPU
-    nb::object across_nodes;  // (state, sent, facts) -> a handle's entries where ranks do not all map each other
+    nb::object state_type;   // DispatchState
+    nb::object handle_type;  // DispatchHandle
+    nb::object part;         // weft.runtime.allocation.part_of
+    nb::object empty_words;  // (count) -> i64[count] on the CPU
+    nb::object
+        across_nodes;  // (state, sent, facts) -> a handle's entries where ranks do not all map each other
   };
   struct Facts {
     int64_t kind, group_key, rank;  // of the handle's
@@ -93,8 +95,8 @@ class DispatchForm {
         python_(std::move(python)) {}
 
   // Returns: (ReceivedRows, DispatchState, slots of each local expert: none with worst_rows).
-  nb::tuple run(Routes routes, uint64_t worst_rows, uint64_t most_tokens, uint32_t num_sms, const Order& order,
-                nb::handle reclaim) const {
+  nb::tuple run(Routes routes, uint64_t worst_rows, uint64_t most_tokens, uint32_t num_sms,
+                const Order& order, nb::handle reclaim) const {
     Dispatched came = dispatched(routes, worst_rows, most_tokens, num_sms, order, reclaim);
     ReceivedRows received = received_by(routes, came);
     const nb::object state = state_of(came.handle, received, routes);
@@ -102,10 +104,11 @@ class DispatchForm {
   }
 
   // Returns: (payload, ids, weights, slots of each local expert as multiples of `alignment`, DispatchHandle).
-  nb::tuple run_whole(Routes routes, const nb::object& tokens_per_rank, uint64_t worst_rows, int32_t alignment,
-                      uint32_t num_sms, const Order& order, nb::handle reclaim) const {
+  nb::tuple run_whole(Routes routes, const nb::object& tokens_per_rank, uint64_t worst_rows,
+                      int32_t alignment, uint32_t num_sms, const Order& order, nb::handle reclaim) const {
     Dispatched came = dispatched(routes, worst_rows, 0, num_sms, order, reclaim);
-    for (int32_t& slots : came.tokens_per_local_expert) slots = (slots + alignment - 1) / alignment * alignment;
+    for (int32_t& slots : came.tokens_per_local_expert)
+      slots = (slots + alignment - 1) / alignment * alignment;
     ReceivedRows received = received_by(routes, came);
     const nb::object state = state_of(came.handle, received, routes);
     const nb::object handle = handle_of(came.handle, state, routes, tokens_per_rank, received);
@@ -120,13 +123,19 @@ class DispatchForm {
     const RoutePlaces places{place(0), place(1), place(2), pointer<int32_t>(address_of(routes.sum_place))};
     const NotifyTensors counts{pointer<uint8_t>(address_of(routes.token_in_rank)),
                                pointer<int32_t>(address_of(routes.tokens_per_expert))};
-    const NewDispatchCall call{
-        {counts, format_, {places, place(3), nullptr}, tokens_, experts_, worst_rows, order_of(order), most_tokens},
-        sent(routes).tensors(),
-        keep_weights_,
-        num_sms,
-        more_room_by(reclaim),
-        [&](uint64_t words) { return new_records(routes.places, words); }};
+    const NewDispatchCall call{{counts,
+                                format_,
+                                {places, place(3), nullptr},
+                                tokens_,
+                                experts_,
+                                worst_rows,
+                                order_of(order),
+                                most_tokens},
+                               sent(routes).tensors(),
+                               keep_weights_,
+                               num_sms,
+                               more_room_by(reclaim),
+                               [&](uint64_t words) { return new_records(routes.places, words); }};
     MoeBuffer& core = by().core();
     return value_or_throw(without_gil([&] { return core.dispatch_new(call); }));
   }
@@ -233,26 +242,30 @@ void bind_dispatch_form(nb::module_& module) {
           nb::arg("keep_weights"), nb::arg("has_global_scale"), nb::arg("kind"), nb::arg("group_key"),
           nb::arg("rank"), nb::arg("facts"), nb::arg("state_type"), nb::arg("handle_type"), nb::arg("part"),
           nb::arg("empty_words"), nb::arg("across_nodes"))
-      .def("run",
-           [](const DispatchForm& self, nb::object x, nb::object scales, nb::object topk_idx,
-              nb::object topk_weights, nb::object token_in_rank, nb::object tokens_per_expert,
-              nb::object sum_place, nb::list places, uint64_t worst_rows, uint64_t most_tokens,
-              uint32_t num_sms, const Order& order, nb::handle reclaim) {
-             return self.run({x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, sum_place, places},
-                             worst_rows, most_tokens, num_sms, order, reclaim);
-           },
-           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
-      .def("run_whole",
-           [](const DispatchForm& self, nb::object x, nb::object scales, nb::object topk_idx,
-              nb::object topk_weights, nb::object token_in_rank, nb::object tokens_per_expert,
-              nb::object tokens_per_rank, nb::list places, uint64_t worst_rows, int32_t alignment,
-              uint32_t num_sms, const Order& order, nb::handle reclaim) {
-             return self.run_whole({x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, nb::none(), places},
-                                   tokens_per_rank, worst_rows, alignment, num_sms, order, reclaim);
-           },
-           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+      .def(
+          "run",
+          [](const DispatchForm& self, nb::object x, nb::object scales, nb::object topk_idx,
+             nb::object topk_weights, nb::object token_in_rank, nb::object tokens_per_expert,
+             nb::object sum_place, nb::list places, uint64_t worst_rows, uint64_t most_tokens,
+             uint32_t num_sms, const Order& order, nb::handle reclaim) {
+            return self.run(
+                {x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, sum_place, places},
+                worst_rows, most_tokens, num_sms, order, reclaim);
+          },
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def(
+          "run_whole",
+          [](const DispatchForm& self, nb::object x, nb::object scales, nb::object topk_idx,
+             nb::object topk_weights, nb::object token_in_rank, nb::object tokens_per_expert,
+             nb::object tokens_per_rank, nb::list places, uint64_t worst_rows, int32_t alignment,
+             uint32_t num_sms, const Order& order, nb::handle reclaim) {
+            return self.run_whole(
+                {x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, nb::none(), places},
+                tokens_per_rank, worst_rows, alignment, num_sms, order, reclaim);
+          },
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }
 
 }  // namespace weft

@@ -71,12 +71,12 @@ PieceLease::~PieceLease() {
 PieceShare::~PieceShare() {
   unless_it_raises("the end of a storage in a window", [this] {
     forget(shares().freed, freed_storage_, this);
+    forget(shares().out, address_, this);
     if (!is_ending()) let_go();
   });
 }
 
-void PieceShare::lies_at(uint64_t address, uint64_t bytes, nb::handle device, bool can_be_freed) {
-  can_be_freed_ = can_be_freed;
+void PieceShare::lies_at(uint64_t address, uint64_t bytes, nb::handle device) {
   address_ = address;
   shares().out[address] = this;
   const FromPython& python = from_python();
@@ -86,12 +86,10 @@ void PieceShare::lies_at(uint64_t address, uint64_t bytes, nb::handle device, bo
   device_ = nb::borrow(device);
 }
 
-bool PieceShare::free(uint64_t storage) {
-  if (!can_be_freed_) return false;
+void PieceShare::free(uint64_t storage) {
   freed_storage_ = storage;
   shares().freed[storage] = this;
   let_go();
-  return true;
 }
 
 void PieceShare::let_go() {
@@ -108,8 +106,7 @@ void bind_leases(nb::module_& module) {
       .def_ro("recorded", &PieceLease::recorded)
       .def("share", [](nb::object self) { return new PieceShare(std::move(self)); });
   nb::class_<PieceShare>(module, "PieceShare", "What one storage has of a piece, which it keeps alive.")
-      .def("lies_at", &PieceShare::lies_at, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"),
-           nb::arg("can_be_freed"));
+      .def("lies_at", &PieceShare::lies_at, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"));
   module.def(
       "watch_shares",
       [](nb::object is_finalizing, nb::object profiler, nb::object tell) {
@@ -126,15 +123,16 @@ void bind_leases(nb::module_& module) {
         return found == shares().out.end() ? nb::none() : found->second->lease();
       },
       nb::arg("address"), "The lease of the piece in which a storage begins there, else None.");
-  // Whether it has let go: a storage may not be freed. None: no storage in a piece begins there.
   module.def(
       "free_share",
-      [](uint64_t storage, uint64_t address) -> nb::object {
+      [](uint64_t storage, uint64_t address) {
         const auto found = shares().out.find(address);
-        if (found == shares().out.end()) return nb::none();
-        return nb::bool_(found->second->free(storage));
+        if (found == shares().out.end()) return false;
+        found->second->free(storage);
+        return true;
       },
-      nb::arg("storage"), nb::arg("address"));
+      nb::arg("storage"), nb::arg("address"),
+      "Lets go of a piece; false where no storage in one begins there.");
   module.def("count_shares", [] { return std::pair(shares().out.size(), shares().freed.size()); });
 }
 

@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace weft {
 
@@ -33,10 +34,10 @@ class PieceShare {
   ~PieceShare();
   PieceShare(const PieceShare&) = delete;
 
-  // Watches the storage that begins there. can_be_freed: resize_(0) ends the share.
-  void lies_at(uint64_t address, uint64_t bytes, nanobind::handle device, bool can_be_freed);
-  // Lets go of the piece before torch's object of the storage dies, if that is allowed. Returns whether it is.
-  bool free(uint64_t storage);
+  // Watches the storage that begins there.
+  void lies_at(uint64_t address, uint64_t bytes, nanobind::handle device);
+  // Lets go of the piece before torch's object of the storage dies.
+  void free(uint64_t storage);
 
   const nanobind::object& lease() const { return lease_; }
 
@@ -44,7 +45,6 @@ class PieceShare {
   void let_go();
 
   nanobind::object lease_;  // None once it was let go
-  bool can_be_freed_ = false;
   uint64_t address_ = 0;
   uint64_t freed_storage_ = 0;
   uint64_t told_bytes_ = 0;  // that torch's profiler knows of

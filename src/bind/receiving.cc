@@ -45,8 +45,8 @@ DispatchTensors SentRows::tensors() const {
     by_token = nb::cast<int64_t>(strides[0]);
     by_word = nb::cast<int64_t>(strides[1]);
   }
-  return {pointer<std::byte>(address_of(x)), pointer<uint32_t>(address_of(scales)),  by_token,
-          by_word,                           pointer<void>(address_of(topk_idx)),    pointer<float>(address_of(topk_weights))};
+  return {pointer<std::byte>(address_of(x)),   pointer<uint32_t>(address_of(scales)),   by_token, by_word,
+          pointer<void>(address_of(topk_idx)), pointer<float>(address_of(topk_weights))};
 }
 
 ReceivedRows::ReceivedRows(nb::object receiving, const Received& received, SentRows sent, uint64_t num_rows)
@@ -100,14 +100,14 @@ nb::object ReceivedRows::made(const nb::object& lease, uint64_t at, const Shape&
   const uint64_t elements = shape.rows * shape.columns;
   if (elements == 0) return by().empty(sizes, dtype);
   PyObject* const exchanged = PyDict_GetItemWithError(by().exchanged.ptr(), dtype.ptr());
-  const auto [code, bits] =
-      exchanged ? nb::cast<std::tuple<uint8_t, uint8_t>>(nb::handle(exchanged)) : std::tuple<uint8_t, uint8_t>{};
+  const auto [code, bits] = exchanged ? nb::cast<std::tuple<uint8_t, uint8_t>>(nb::handle(exchanged))
+                                      : std::tuple<uint8_t, uint8_t>{};
   const uint64_t bytes = elements * (exchanged ? bits / 8 : nb::cast<uint64_t>(dtype.attr("itemsize")));
   if (is_host() && !(exchanged && may_stay && stays_on_host(bytes))) return copied(at, bytes, sizes, dtype);
   if (exchanged) return in_place(lease, at, shape, code, bits);
   const Shape words{(bytes + 3) / 4, 1, false};
-  return by().retyped(in_place(lease, at, words, static_cast<uint8_t>(nb::dlpack::dtype_code::Int), 32), sizes,
-                      dtype);
+  return by().retyped(in_place(lease, at, words, static_cast<uint8_t>(nb::dlpack::dtype_code::Int), 32),
+                      sizes, dtype);
 }
 
 // Where the window has room for as much again, or for the largest dispatch so far.
@@ -136,8 +136,7 @@ nb::object ReceivedRows::in_place(const nb::object& lease, uint64_t at, const Sh
                             device.ordinal);
   nb::object tensor = by().from_capsule(array);
   if (share)
-    share->lies_at(reinterpret_cast<uint64_t>(begin), shape.rows * shape.columns * bits / 8, by().device,
-                   true);
+    share->lies_at(reinterpret_cast<uint64_t>(begin), shape.rows * shape.columns * bits / 8, by().device);
   return tensor;
 }
 
@@ -145,30 +144,31 @@ void bind_received(nb::module_& module) {
   nb::class_<Receiving>(module, "Receiving", "What the dispatches of one device have in common.")
       .def(
           "__init__",
-          [](Receiving* self, nb::object buffer, nb::object device, nb::object pieces, nb::object from_capsule,
-             nb::object empty, nb::object retyped, nb::dict exchanged, nb::object int32,
-             nb::object with_global_scale, uint64_t large_bytes) {
-            new (self) Receiving{buffer,    device, pieces,            from_capsule, empty, retyped,
-                                 exchanged, int32,  with_global_scale, large_bytes};
+          [](Receiving* self, nb::object buffer, nb::object device, nb::object pieces,
+             nb::object from_capsule, nb::object empty, nb::object retyped, nb::dict exchanged,
+             nb::object int32, nb::object with_global_scale, uint64_t large_bytes) {
+            new (self) Receiving{buffer,  device,    pieces, from_capsule,      empty,
+                                 retyped, exchanged, int32,  with_global_scale, large_bytes};
           },
           nb::kw_only(), nb::arg("buffer"), nb::arg("device"), nb::arg("pieces"), nb::arg("from_capsule"),
           nb::arg("empty"), nb::arg("retyped"), nb::arg("exchanged"), nb::arg("int32"),
           nb::arg("with_global_scale"), nb::arg("large_bytes"))
       // Sends rows along the routes of an earlier dispatch.
-      .def("repeat",
-           [](nb::object self, const RowFormat& format, nb::object x, nb::object scales, nb::object topk_idx,
-              nb::object topk_weights, bool keep_weights, bool has_global_scale, const DispatchHandle& handle,
-              uint32_t num_sms, const Order& order, nb::handle reclaim) {
-             SentRows sent{std::move(x),            std::move(scales), std::move(topk_idx),
-                           std::move(topk_weights), has_global_scale};
-             MoeBuffer& core = nb::cast<Receiving&>(self).core();
-             const DispatchCall call{sent.tensors(), format,  handle,          keep_weights,
-                                     true,           num_sms, order_of(order), more_room_by(reclaim)};
-             const Received received = value_or_throw(without_gil([&] { return core.dispatch(call); }));
-             return ReceivedRows(std::move(self), received, std::move(sent), handle.rows);
-           },
-           nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg());
+      .def(
+          "repeat",
+          [](nb::object self, const RowFormat& format, nb::object x, nb::object scales, nb::object topk_idx,
+             nb::object topk_weights, bool keep_weights, bool has_global_scale, const DispatchHandle& handle,
+             uint32_t num_sms, const Order& order, nb::handle reclaim) {
+            SentRows sent{std::move(x), std::move(scales), std::move(topk_idx), std::move(topk_weights),
+                          has_global_scale};
+            MoeBuffer& core = nb::cast<Receiving&>(self).core();
+            const DispatchCall call{sent.tensors(), format,  handle,          keep_weights,
+                                    true,           num_sms, order_of(order), more_room_by(reclaim)};
+            const Received received = value_or_throw(without_gil([&] { return core.dispatch(call); }));
+            return ReceivedRows(std::move(self), received, std::move(sent), handle.rows);
+          },
+          nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<ReceivedRows>(module, "ReceivedRows", "The results of a dispatch.")
       .def("rows", &ReceivedRows::rows)
       .def("scales", &ReceivedRows::scales)

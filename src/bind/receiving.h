@@ -26,9 +26,10 @@ struct Receiving {
   nanobind::object pieces;        // WindowPieces or HostPieces
   nanobind::object from_capsule;  // a DLPack capsule becomes a tensor
   nanobind::object empty;         // (shape, dtype) -> a tensor for the stream that is current
-  nanobind::object retyped;       // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks
-  nanobind::object exchanged;     // {dtype: (code, bits) in DLPack}
-  nanobind::object int32;         // torch's dtype
+  nanobind::object
+      retyped;  // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks
+  nanobind::object exchanged;          // {dtype: (code, bits) in DLPack}
+  nanobind::object int32;              // torch's dtype
   nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
   uint64_t large_bytes;                // on the CPU smaller rows are copied
 
@@ -73,7 +74,8 @@ class ReceivedRows {
   const Made& column(Made& kept, uint64_t offset);
   Made made(const nanobind::object& lease, uint64_t at, const Shape& shape, const nanobind::object& dtype,
             bool may_stay) const;
-  Made copied(uint64_t at, uint64_t bytes, const nanobind::object& shape, const nanobind::object& dtype) const;
+  Made copied(uint64_t at, uint64_t bytes, const nanobind::object& shape,
+              const nanobind::object& dtype) const;
   Made in_place(const nanobind::object& lease, uint64_t at, const Shape& shape, uint8_t code,
                 uint8_t bits) const;
   bool stays_on_host(uint64_t bytes) const;
@@ -82,7 +84,7 @@ class ReceivedRows {
   Received at_;
   SentRows sent_;
   uint64_t num_rows_;
-  nanobind::object rows_lease_, meta_lease_;  // None: of a graph, which writes there at every replay
+  nanobind::object rows_lease_, meta_lease_;           // None: of a graph, which writes there at every replay
   Made rows_, scales_, ids_, weights_, token_, slot_;  // where they were asked for
 };
 

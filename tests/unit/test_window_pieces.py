@@ -64,13 +64,13 @@ class Window:
         self.cuda = Cuda(self.main, self.comm, self.side, self.other)
         self.pieces = WindowPieces(self.free.append, self.comm, self.cuda)
 
-    def lend(self, offset: int, can_be_freed: bool = True) -> tuple[Any, torch.Tensor]:
+    def lend(self, offset: int) -> tuple[Any, torch.Tensor]:
         """Return the owner of the only storage in a piece, and a tensor there, which here does not keep it."""
-        return self.storage_in(self.pieces.lend(object(), offset), can_be_freed)
+        return self.storage_in(self.pieces.lend(object(), offset))
 
-    def storage_in(self, lease: Any, can_be_freed: bool = True) -> tuple[Any, torch.Tensor]:
+    def storage_in(self, lease: Any) -> tuple[Any, torch.Tensor]:
         tensor, owner = torch.zeros(8), lease.share()
-        owner.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device, can_be_freed)
+        owner.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device)
         return owner, tensor
 
 
@@ -157,7 +157,7 @@ def test_a_place_that_is_lent_again_starts_without_streams() -> None:
     window.side.record_event().is_done = True
     del owner
     again = window.pieces.lend(object(), 512).share()
-    again.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device, can_be_freed=True)
+    again.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device)
     del again
     window.pieces.reclaim()
     assert window.free == [512]
@@ -226,23 +226,13 @@ def test_a_piece_of_several_storages_is_free_with_the_last() -> None:
     del rows_owner
 
 
-def test_a_shared_storage_stays_until_all_are_gone() -> None:
-    window = Window()
-    owner, tensor = window.lend(256, can_be_freed=False)
-    assert free_storage(tensor.untyped_storage())
-    assert not window.pieces.reclaim()
-    assert tensor.add_(1).sum() == 8
-    del owner
-    assert window.pieces.reclaim()
-
-
 def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
     window = Window()
     first, tensor = window.lend(256)
     address = tensor.untyped_storage().data_ptr()
     assert free_storage(tensor.untyped_storage())
     second = window.pieces.lend(object(), 512).share()
-    second.lies_at(address, 16, torch.device("cpu"), can_be_freed=True)
+    second.lies_at(address, 16, torch.device("cpu"))
     del first  # after the second began there
     assert _core.lease_of(address) is not None
     assert _core.count_shares() == (1, 0)
@@ -265,7 +255,7 @@ def test_who_frees_twice_frees_nobody_elses_rows(
     address = storage.data_ptr()
     assert free_storage(storage)
     second = window.pieces.lend(object(), 512).share()  # where the first lay
-    second.lies_at(address, 16, torch.device("cpu"), can_be_freed=True)
+    second.lies_at(address, 16, torch.device("cpu"))
     assert free_storage(storage)
     assert free_storage(tensor[2:].untyped_storage())
     note_stream(tensor, window.side)
@@ -290,7 +280,9 @@ def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.Mo
     others.untyped_storage().resize_(0)
     assert others.untyped_storage().nbytes() == 0
     assert others.untyped_storage().resize_(32).nbytes() == 32
-    assert torch.ones(8, device="meta").untyped_storage().resize_(0).nbytes() == 0  # as torch.compile looks at a layer
+    assert (
+        torch.ones(8, device="meta").untyped_storage().resize_(0).nbytes() == 0
+    )  # as torch.compile looks at a layer
     del owner
 
 

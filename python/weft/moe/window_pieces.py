@@ -4,7 +4,7 @@
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
     lease = pieces.lend(context, offset)       # src/bind/leases.h, as is what a storage has of it
     share = lease.share()                      # kept alive by a storage in that piece
-    share.lies_at(address, num_bytes, device, can_be_freed=True)
+    share.lies_at(address, num_bytes, device)
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
 Peers write into a piece once a later call of this rank has told them to. So the communication stream first waits for
@@ -194,10 +194,10 @@ def free_storage(storage: torch.UntypedStorage) -> bool:
         return False
     if _core.is_freed(storage._cdata):
         return True
-    is_freed: bool | None = _core.free_share(storage._cdata, storage.data_ptr())
-    if is_freed and _set_access_error is not None:
+    is_ours: bool = _core.free_share(storage._cdata, storage.data_ptr())
+    if is_ours and _set_access_error is not None:
         _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")
-    return is_freed is not None
+    return is_ours
 
 
 _set_access_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)

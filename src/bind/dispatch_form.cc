@@ -6,7 +6,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "bind/receiving.h"

@@ -66,8 +66,8 @@ nb::object int64s(nb::handle empty_words, const std::vector<int64_t>& words) {
 // What a call along new routes goes by, beside its form.
 struct Routes {
   nb::object x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert, sum_place;
-  nb::list
-      places;  // [send_row, slot_base, prefix, routes], to be filled; a call that fails leaves its records behind them
+  // [send_row, slot_base, prefix, routes], to be filled. Records of a call among nodes follow behind them.
+  nb::list places;
 };
 
 // What such dispatches of so many tokens and experts, in one format, share.
@@ -78,11 +78,17 @@ class DispatchForm {
     nb::object handle_type;  // DispatchHandle
     nb::object part;         // weft.runtime.allocation.part_of
     nb::object empty_words;  // (count) -> i64[count] on the CPU
-    nb::object
-        across_nodes;  // (state, sent, facts) -> a handle's entries where ranks do not all map each other
+    // (state, sent, facts) -> a handle's entries where ranks do not all map each other.
+    nb::object across_nodes;
   };
   struct Facts {
-    int64_t kind, group_key, rank;  // of the handle's
+    Facts(int64_t kind, nb::dict alike)
+        : kind(kind),
+          group_key(nb::cast<int64_t>(nb::object(alike["group_key"]))),
+          rank(nb::cast<int64_t>(nb::object(alike["rank"]))),
+          of_state(std::move(alike)) {}
+
+    int64_t kind, group_key, rank;  // of a handle
     nb::dict of_state;              // the fields of a state that all calls have alike
   };
 
@@ -234,17 +240,17 @@ void bind_dispatch_form(nb::module_& module) {
       .def(
           "__init__",
           [](DispatchForm* self, nb::object receiving, const RowFormat& format, uint32_t tokens,
-             uint32_t experts, bool keep_weights, bool has_global_scale, int64_t kind, int64_t group_key,
-             int64_t rank, nb::dict facts, nb::object state_type, nb::object handle_type, nb::object part,
-             nb::object empty_words, nb::object across_nodes) {
-            new (self) DispatchForm(receiving, format, tokens, experts, keep_weights, has_global_scale,
-                                    {kind, group_key, rank, facts},
-                                    {state_type, handle_type, part, empty_words, across_nodes});
+             uint32_t experts, bool keep_weights, bool has_global_scale, int64_t kind, nb::dict facts,
+             nb::object state_type, nb::object handle_type, nb::object part, nb::object empty_words,
+             nb::object across_nodes) {
+            new (self)
+                DispatchForm(receiving, format, tokens, experts, keep_weights, has_global_scale,
+                             {kind, facts}, {state_type, handle_type, part, empty_words, across_nodes});
           },
           nb::kw_only(), nb::arg("receiving"), nb::arg("format"), nb::arg("tokens"), nb::arg("experts"),
-          nb::arg("keep_weights"), nb::arg("has_global_scale"), nb::arg("kind"), nb::arg("group_key"),
-          nb::arg("rank"), nb::arg("facts"), nb::arg("state_type"), nb::arg("handle_type"), nb::arg("part"),
-          nb::arg("empty_words"), nb::arg("across_nodes"))
+          nb::arg("keep_weights"), nb::arg("has_global_scale"), nb::arg("kind"), nb::arg("facts"),
+          nb::arg("state_type"), nb::arg("handle_type"), nb::arg("part"), nb::arg("empty_words"),
+          nb::arg("across_nodes"))
       .def(
           "run",
           [](const DispatchForm& self, nb::object x, nb::object scales, nb::object topk_idx,

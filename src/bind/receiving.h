@@ -26,8 +26,8 @@ struct Receiving {
   nanobind::object pieces;        // WindowPieces or HostPieces
   nanobind::object from_capsule;  // a DLPack capsule becomes a tensor
   nanobind::object empty;         // (shape, dtype) -> a tensor for the stream that is current
-  nanobind::object
-      retyped;  // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks
+  // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks.
+  nanobind::object retyped;
   nanobind::object exchanged;          // {dtype: (code, bits) in DLPack}
   nanobind::object int32;              // torch's dtype
   nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
@@ -52,13 +52,20 @@ class ReceivedRows {
   // by: a Receiving.
   ReceivedRows(nanobind::object by, const Received& received, SentRows sent, uint64_t num_rows);
 
-  nanobind::object rows();     // [N, hidden]
-  nanobind::object scales();   // [N, n] as they came; or None
-  nanobind::object payload();  // rows; (rows, scales); or (rows, scales, global scales f32[N, 1])
-  nanobind::object ids();      // local expert ids [N, K], -1 elsewhere; or None
-  nanobind::object weights();  // f32[N, K], 0 elsewhere; or None
-  nanobind::object token();    // i32[N]: each row's token at its source
-  nanobind::object slot();     // i32[N]: each row's place in its owner's staging
+  // Rows [N, hidden].
+  nanobind::object rows();
+  // Scales [N, n] as they came, or None.
+  nanobind::object scales();
+  // What the caller gets: rows, (rows, scales), or (rows, scales, global scales f32[N, 1]).
+  nanobind::object payload();
+  // Local expert ids [N, K], -1 for experts elsewhere; or None.
+  nanobind::object ids();
+  // Weights f32[N, K], 0 for experts elsewhere; or None.
+  nanobind::object weights();
+  // Each row's token at its source, i32[N].
+  nanobind::object token();
+  // Each row's place in its owner's staging, i32[N].
+  nanobind::object slot();
 
  private:
   struct Shape {

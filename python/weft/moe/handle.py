@@ -209,10 +209,9 @@ def dispatch_form(
 
     context: a DeviceContext.
     """
-    rank = int(context.communicator.rank)
     alike = {
         "group_key": context.group_key,
-        "rank": rank,
+        "rank": int(context.communicator.rank),
         "num_experts": num_experts,
         "top_k": row_format.top_k,
         "num_tokens": num_tokens,
@@ -226,8 +225,6 @@ def dispatch_form(
         keep_weights=keep_weights,
         has_global_scale=has_global_scale,
         kind=_KIND,
-        group_key=context.group_key,
-        rank=rank,
         facts=alike,
         state_type=DispatchState,
         handle_type=DispatchHandle,

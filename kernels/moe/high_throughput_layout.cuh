@@ -58,11 +58,12 @@ WEFT_DEVICE void place_token(const LayoutArgs& a, uint64_t token) {
 
 }  // namespace layout
 
-// Blocks count in shared memory, i32[R + experts], and add what they have: few atomics meet in global memory. One block
-// alone stores it: what was there need not be zero.
+// Blocks count in shared memory, i32[R + experts]. A cluster that is the whole grid sums it up there and stores the sums.
+// Other grids add to what is in global memory, which has to be zero.
 template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {
   const Block block;
+  const Cluster cluster;
   auto* per_rank = reinterpret_cast<int32_t*>(block.shared());
   int32_t* per_expert = per_rank + a.ranks;
   for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) per_rank[i] = 0;
@@ -73,12 +74,18 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
     layout::count_token(a, token, per_rank, per_expert);
     if (a.sum_place) layout::place_token(a, token);
   }
-  block.sync();
-  for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) {
-    if (block.count() == 1)
-      a.counts[i] = per_rank[i];
-    else if (per_rank[i] != 0)
-      add_local(&a.counts[i], per_rank[i]);
+  cluster.sync();
+  if (cluster.blocks() == block.count()) {
+    const uint32_t first = cluster.rank() * block.size() + block.rank();
+    for (uint32_t i = first; i < a.ranks + a.experts; i += cluster.blocks() * block.size()) {
+      int32_t sum = 0;
+      for (uint32_t other = 0; other < cluster.blocks(); ++other) sum += *cluster.shared_of(other, &per_rank[i]);
+      a.counts[i] = sum;
+    }
+    cluster.sync();  // shared memory stays until all have read it
+  } else {
+    for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size())
+      if (per_rank[i] != 0) add_local(&a.counts[i], per_rank[i]);
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // Picks the target that device code is compiled for. The three headers have the same content and are the only
 // places with PTX, GCN built-ins or std::atomic_ref:
-//   groups        Warp, Block: rank(), size(), sync(); a host warp is one thread
+//   groups        Warp, Block: rank(), size(), sync(); a host warp is one thread; Cluster of blocks
 //   memory        scoped loads, stores, fences, atomics; Vec16; copies
 //   RowPipe       bulk asynchronous copies through shared memory (TMA on Hopper, plain copies elsewhere)
 //   RowQueue      bulk asynchronous copies into shared memory, where kHasBulkCopies; RowWriter: out of it

@@ -194,7 +194,11 @@ Result<const Kernel*> MoeBuffer::find_kernel(KeyOf key_of, const HighThroughputS
 
 Status MoeBuffer::launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                          const HighThroughputShape& shape, void* stream) {
-  const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
+  const Launch how{.blocks = grid.blocks,
+                   .threads_per_block = grid.threads_per_block,
+                   .shared_bytes = grid.shared_bytes,
+                   .stream = stream,
+                   .blocks_per_cluster = grid.blocks_per_cluster};
   WEFT_TRY_ASSIGN(const Kernel* kernel, find_kernel(key_of, shape, how));
   WEFT_TRY(launch_on_mesh(*window_, *kernel, how, args, args_bytes, &shape));
   return comm_->device().is_host() ? fault() : Status();
@@ -296,7 +300,7 @@ Status MoeBuffer::run_layout(LayoutArgs args, void* stream) {
   args.ranks = ranks();
   args.experts_per_rank = experts_per_rank(args.experts);
   const GridPlan grid = plan_layout(args.tokens, args.ranks, args.experts, limits_);
-  if (grid.blocks > 1) WEFT_TRY(zero_words(args.counts, args.ranks + args.experts, stream));
+  if (grid.blocks > grid.blocks_per_cluster) WEFT_TRY(zero_words(args.counts, args.ranks + args.experts, stream));
   return launch(key_of_layout, grid, &args, sizeof(args), {}, stream);
 }
 

@@ -2,6 +2,7 @@
 #include "plan/high_throughput.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "kernels/core/carver.h"
@@ -108,13 +109,16 @@ uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_majo
   return std::min(num_sms / 4 * 6, limits.max_blocks);
 }
 
-// One block alone needs no zeroed counts. More than 256 tokens in one take longer than several blocks and a memset.
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
   const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
-  constexpr uint32_t kThreads = 256;
+  constexpr uint32_t kThreads = 512, kMostOfCluster = 8;
+  constexpr uint64_t kMostTokensOfCluster = 4096;
   const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
-  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
+  GridPlan grid{std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
+  if (limits.has_clusters && tokens <= kMostTokensOfCluster)
+    grid.blocks = grid.blocks_per_cluster = std::min(std::bit_ceil(grid.blocks), kMostOfCluster);
+  return grid;
 }
 
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {

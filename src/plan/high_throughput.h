@@ -40,6 +40,7 @@ struct GridPlan {
   WarpRange watch_role{};  // combine: waits for the block; none on the host
   // combine: pieces of rows that each sum warp has under way in shared memory; 0: rows are loaded into registers
   uint32_t sum_slots = 0;
+  uint32_t blocks_per_cluster = 1;
 };
 
 // SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
@@ -58,6 +59,7 @@ uint32_t plan_piece_bytes(uint64_t row_bytes);
 // The same for combine, whose pipes leave half of the shared memory to sums.
 uint32_t plan_combine_piece_bytes(uint64_t row_bytes);
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);
+// Of one cluster, if its counts need no zeroes before.
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits);
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);

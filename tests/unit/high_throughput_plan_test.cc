@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
 namespace weft {
 namespace {
 
@@ -29,6 +31,24 @@ TEST(HighThroughputPlan, CombineOfManyRanksTakesHalfAsManySmsAgain) {
   EXPECT_EQ(plan_combine_num_sms(18, 8, 8, kH200), 18);    // A100: no bulk copies
   EXPECT_EQ(plan_combine_num_sms(30, 8, 10, kH200), 42);   // B200
   EXPECT_EQ(plan_combine_num_sms(120, 4, 9, kH200), 132);  // no more than there are
+}
+
+TEST(HighThroughputPlan, LayoutIsOneClusterUpTo4096Tokens) {
+  ComputeLimits limits = kH200;
+  limits.has_clusters = true;
+  const auto clusters = [&](uint64_t tokens) {
+    const GridPlan grid = plan_layout(tokens, 8, 256, limits);
+    EXPECT_EQ(grid.blocks % grid.blocks_per_cluster, 0u) << tokens;
+    return std::pair(grid.blocks, grid.blocks_per_cluster);
+  };
+  EXPECT_EQ(clusters(0), std::pair(1u, 1u));
+  EXPECT_EQ(clusters(512), std::pair(1u, 1u));
+  EXPECT_EQ(clusters(513), std::pair(2u, 2u));
+  EXPECT_EQ(clusters(1500), std::pair(4u, 4u));  // three would do: a power of two
+  EXPECT_EQ(clusters(4096), std::pair(8u, 8u));
+  EXPECT_EQ(clusters(4097), std::pair(9u, 1u));
+  limits.has_clusters = false;  // A100
+  EXPECT_EQ(clusters(513), std::pair(2u, 1u));
 }
 
 TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {

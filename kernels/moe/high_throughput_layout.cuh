@@ -79,7 +79,8 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
     const uint32_t first = cluster.rank() * block.size() + block.rank();
     for (uint32_t i = first; i < a.ranks + a.experts; i += cluster.blocks() * block.size()) {
       int32_t sum = 0;
-      for (uint32_t other = 0; other < cluster.blocks(); ++other) sum += *cluster.shared_of(other, &per_rank[i]);
+      for (uint32_t other = 0; other < cluster.blocks(); ++other)
+        sum += *cluster.shared_of(other, &per_rank[i]);
       a.counts[i] = sum;
     }
     cluster.sync();  // shared memory stays until all have read it

@@ -300,7 +300,8 @@ Status MoeBuffer::run_layout(LayoutArgs args, void* stream) {
   args.ranks = ranks();
   args.experts_per_rank = experts_per_rank(args.experts);
   const GridPlan grid = plan_layout(args.tokens, args.ranks, args.experts, limits_);
-  if (grid.blocks > grid.blocks_per_cluster) WEFT_TRY(zero_words(args.counts, args.ranks + args.experts, stream));
+  if (grid.blocks > grid.blocks_per_cluster)
+    WEFT_TRY(zero_words(args.counts, args.ranks + args.experts, stream));
   return launch(key_of_layout, grid, &args, sizeof(args), {}, stream);
 }
 

@@ -113,7 +113,8 @@ GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const Co
   const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
   constexpr uint32_t kThreads = 512, kMostOfCluster = 8;
-  constexpr uint64_t kMostTokensOfCluster = 4096;  // more take longer in one than in more blocks, zeroed counts included
+  constexpr uint64_t kMostTokensOfCluster =
+      4096;  // more take longer in one than in more blocks, zeroed counts included
   const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
   GridPlan grid{std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
   if (limits.has_clusters && limits.max_blocks >= kMostOfCluster && tokens <= kMostTokensOfCluster)

@@ -112,13 +112,13 @@ uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_majo
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
   const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
-  constexpr uint32_t kThreads = 512, kMostOfCluster = 8;
-  constexpr uint64_t kMostTokensOfCluster =
-      4096;  // more take longer in one than in more blocks, zeroed counts included
+  constexpr uint32_t kThreads = 512, kMostBlocks = 8;  // of a cluster on any GPU that has them
+  // More tokens take longer in one cluster than in more blocks, zeroed counts included (decision 78).
+  constexpr uint64_t kMostTokens = 4096;
   const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
   GridPlan grid{std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
-  if (limits.has_clusters && limits.max_blocks >= kMostOfCluster && tokens <= kMostTokensOfCluster)
-    grid.blocks = grid.blocks_per_cluster = std::min(std::bit_ceil(grid.blocks), kMostOfCluster);
+  if (limits.has_clusters && limits.max_blocks >= kMostBlocks && tokens <= kMostTokens)
+    grid.blocks = grid.blocks_per_cluster = std::min(std::bit_ceil(grid.blocks), kMostBlocks);
   return grid;
 }
 

@@ -59,7 +59,7 @@ uint32_t plan_piece_bytes(uint64_t row_bytes);
 // The same for combine, whose pipes leave half of the shared memory to sums.
 uint32_t plan_combine_piece_bytes(uint64_t row_bytes);
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);
-// Of one cluster, if its counts need no zeroes before.
+// A grid that is one cluster stores its counts; others add to counts that were zeroed before.
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits);
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);

@@ -21,41 +21,6 @@ struct Block {
   WEFT_DEVICE void sync() const { __syncthreads(); }
 };
 
-// Blocks that run at the same time and read each other's shared memory: one alone, unless a launch asks for more.
-struct Cluster {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  WEFT_DEVICE uint32_t rank() const {  // of this block
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-  }
-  WEFT_DEVICE uint32_t blocks() const {
-    uint32_t blocks;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-    return blocks;
-  }
-  // Where block `rank` has what this one has at `mine`, in shared memory.
-  template <class T>
-  WEFT_DEVICE const T* shared_of(uint32_t rank, const T* mine) const {
-    uint64_t theirs;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
-    return reinterpret_cast<const T*>(theirs);
-  }
-  WEFT_DEVICE void sync() const {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  }
-#else
-  WEFT_DEVICE uint32_t rank() const { return 0; }
-  WEFT_DEVICE uint32_t blocks() const { return 1; }
-  template <class T>
-  WEFT_DEVICE const T* shared_of(uint32_t /*rank*/, const T* mine) const {
-    return mine;
-  }
-  WEFT_DEVICE void sync() const { __syncthreads(); }
-#endif
-};
-
 struct Warp {
   static constexpr uint32_t kMaxSize = 32;
   WEFT_DEVICE uint32_t index() const { return threadIdx.x / 32; }  // within its block
@@ -117,3 +82,38 @@ struct Warp {
 };
 
 }  // namespace weft
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+namespace weft {
+
+// Blocks that run at the same time and read each other's shared memory: one alone, unless a launch asks for more.
+struct Cluster {
+  WEFT_DEVICE uint32_t rank() const {  // of this block
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+  }
+  WEFT_DEVICE uint32_t blocks() const {
+    uint32_t blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+  }
+  // Where block `rank` has what this one has at `mine`, in shared memory.
+  template <class T>
+  WEFT_DEVICE const T* shared_of(uint32_t rank, const T* mine) const {
+    uint64_t theirs;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+    return reinterpret_cast<const T*>(theirs);
+  }
+  WEFT_DEVICE void sync() const {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+};
+
+}  // namespace weft
+
+#else
+#include "kernels/target/cluster_of_one.h"
+#endif

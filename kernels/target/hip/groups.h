@@ -26,17 +26,6 @@ struct Block {
   }
 };
 
-// Blocks that read each other's shared memory: one alone here.
-struct Cluster {
-  WEFT_DEVICE uint32_t rank() const { return 0; }
-  WEFT_DEVICE uint32_t blocks() const { return 1; }
-  template <class T>
-  WEFT_DEVICE const T* shared_of(uint32_t /*rank*/, const T* mine) const {
-    return mine;
-  }
-  WEFT_DEVICE void sync() const { Block{}.sync(); }
-};
-
 struct Warp {
   static constexpr uint32_t kMaxSize = 64;
   WEFT_DEVICE uint32_t index() const { return __builtin_amdgcn_workitem_id_x() / 64; }  // within its block
@@ -116,3 +105,5 @@ struct Warp {
 };
 
 }  // namespace weft
+
+#include "kernels/target/cluster_of_one.h"

@@ -64,17 +64,6 @@ struct Block {
   }
 };
 
-// Blocks that read each other's shared memory: one alone here.
-struct Cluster {
-  uint32_t rank() const { return 0; }
-  uint32_t blocks() const { return 1; }
-  template <class T>
-  const T* shared_of(uint32_t /*rank*/, const T* mine) const {
-    return mine;
-  }
-  void sync() const { Block{}.sync(); }
-};
-
 struct Warp {
   static constexpr uint32_t kMaxSize = 1;
   uint32_t index() const { return host_thread.warp; }  // within its block
@@ -114,3 +103,5 @@ struct Warp {
 };
 
 }  // namespace weft
+
+#include "kernels/target/cluster_of_one.h"

@@ -21,7 +21,9 @@ void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_plan(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
+void bind_signature(nanobind::module_& module);
 void bind_tally(nanobind::module_& module);
+void bind_tensor_maker(nanobind::module_& module);
 void bind_tensors(nanobind::module_& module);
 void bind_transfer(nanobind::module_& module);
 

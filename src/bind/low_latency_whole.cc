@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // weft._core.LowLatencyDispatch and LowLatencyCombine: calls of one form, each in one trip into the core. They make what
-// a call fills, start it, and return what its caller gets: weft/moe/low_latency.py says what that is.
+// a call fills, start it, and return what its caller gets: weft/moe/low_latency.py says what that is. The trip of a call
+// that is known finds the form as well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "base/stream_order.h"
 #include "bind/bind.h"
 #include "bind/low_latency_calls.h"
+#include "bind/signature.h"
+#include "bind/tensor_maker.h"
 #include "bind/tensors.h"
 
 namespace nb = nanobind;
@@ -23,14 +26,21 @@ namespace {
 // What a dispatch leaves for its combine: weft/moe/low_latency_handle.py, LowLatencyHandle.
 class HandleState {
  public:
-  HandleState(nb::object form, nb::object routes, nb::object status)
-      : form(std::move(form)), routes(std::move(routes)), status(std::move(status)), place_(place()) {}
+  // key: of the form. place: of the routes.
+  HandleState(nb::object form, nb::object key, nb::object routes, nb::object status, TensorAddress place)
+      : form(std::move(form)),
+        key(std::move(key)),
+        routes(std::move(routes)),
+        status(std::move(status)),
+        place_(place.value) {}
 
-  nb::object form, routes, status;
+  nb::object form, key, routes, status;
   nb::object kept_rows = nb::none();  // as long as this: what the next combine reads in place
   bool is_checked = false;  // whether the routes are as long as the form says: those of a dispatch are
 
-  bool is_in_place() const { return place() == place_; }
+  TensorAddress place() const { return address_of(routes); }
+  bool is_in_place(TensorAddress now) const { return now.value == place_; }
+  bool is_ready(TensorAddress now) { return is_checked && is_in_place(now) && is_received(); }
   bool is_received() {
     const int64_t* word = words();
     return was_received_ = was_received_ || (word != nullptr && word[0] != 0);
@@ -43,7 +53,6 @@ class HandleState {
   int64_t number() const { return words() != nullptr ? words()[1] : 0; }
 
  private:
-  uint64_t place() const { return address_of(routes).value; }
   int64_t* words() const {
     const TensorAddress at = address_of(status);
     return at.has_elements() ? pointer<int64_t>(at) : nullptr;
@@ -53,17 +62,28 @@ class HandleState {
   bool was_received_ = false;
 };
 
+// What is left to do of a call whose rows were sent.
+template <class Calls>
+struct Receive {
+  const Calls* calls;
+  typename Calls::Sent sent;
+
+  void operator()() const { calls->receive(sent); }
+};
+
 // Launches the receive phase, once, and keeps the call's tensors alive until then.
 class ReceiveHook {
  public:
-  ReceiveHook(nb::object calls, LowLatency& mode, uint64_t number, std::function<void()> receive,
-              nb::object tensors, nb::object state)
+  using Left = std::variant<Receive<DispatchCalls>, Receive<CombineCalls>>;
+
+  ReceiveHook(nb::object calls, LowLatency& mode, uint64_t number, Left left, nb::object tensors,
+              nb::object state)
       : calls(std::move(calls)),
         tensors(std::move(tensors)),
         state(std::move(state)),
         mode_(&mode),
         number_(number),
-        receive_(std::move(receive)) {}
+        left_(std::move(left)) {}
 
   nb::object calls;    // which keep the mode alive
   nb::object tensors;  // None once it has run
@@ -73,7 +93,7 @@ class ReceiveHook {
     if (tensors.is_none())
       check(Status::invalid("hook: called a second time, allowed: once for each call that returned one"));
     mode_->note_received(number_);
-    receive_();
+    std::visit([](const auto& receive) { receive(); }, left_);
     tensors = nb::none();
     if (!state.is_none()) nb::cast<HandleState&>(state).receive();
   }
@@ -81,7 +101,7 @@ class ReceiveHook {
  private:
   LowLatency* mode_;
   uint64_t number_;  // of the call; 0 for one that a graph captured
-  std::function<void()> receive_;
+  Left left_;
 };
 
 // For Python's collector: the objects that one of a bound class holds.
@@ -126,9 +146,8 @@ class LowLatencySetting {
   void* current_stream() const {
     return current_stream_.is_none() ? nullptr : pointer<void>(nb::cast<uint64_t>(current_stream_(ordinal_)));
   }
-  nb::object event(bool async_finish, const nb::object& tensors) const {
-    return async_finish ? finish_(tensors) : bare(event_type_, 0);
-  }
+  nb::object finish(const nb::object& tensors) const { return finish_(tensors); }
+  nb::object finished() const { return bare(event_type_, 0); }
   nb::object status(bool is_received) const {
     PyObject* unused = PyTuple_GetItem(unused_.ptr(), is_received ? 1 : 0);
     if (PyList_Size(unused) == 0) more_(is_received);
@@ -144,7 +163,8 @@ class LowLatencySetting {
     const nb::object handle = bare(handle_type_, sizeof...(entries));
     Py_ssize_t place = 0;
     ((void)PyTuple_SetItem(handle.ptr(), place++, nb::object(entries).release().ptr()), ...);
-    handle.attr("state") = state;
+    static const nb::object name = made(PyUnicode_InternFromString("state"));
+    if (PyObject_SetAttr(handle.ptr(), name.ptr(), state.ptr()) != 0) throw nb::python_error();
     return handle;
   }
 
@@ -155,6 +175,37 @@ class LowLatencySetting {
   nb::object more_;
 };
 
+// What a caller gave: tensors, then options, of which the last two are async_finish and return_recv_hook.
+template <Py_ssize_t tensor_count>
+class Given {
+ public:
+  explicit Given(nb::tuple all) : all_(std::move(all)) {}
+
+  // Adds all of it, and reads where the tensors are. Returns false where the call has to be checked.
+  bool sign(Signature& signature) {
+    for (Py_ssize_t i = 0; i < tensor_count; ++i)
+      if (!signature.add_tensor((*this)[i], at_[i])) return false;
+    for (Py_ssize_t i = tensor_count; i < size(); ++i)
+      if (!signature.add_option((*this)[i])) return false;
+    return true;
+  }
+  void read_addresses() {
+    for (Py_ssize_t i = 0; i < tensor_count; ++i) at_[i] = address_of((*this)[i]);
+  }
+
+  nb::handle operator[](Py_ssize_t i) const { return PyTuple_GetItem(all_.ptr(), i); }
+  TensorAddress at(Py_ssize_t i) const { return at_[i]; }
+  bool async_finish() const { return PyObject_IsTrue((*this)[size() - 2].ptr()) == 1; }
+  bool returns_hook() const { return PyObject_IsTrue((*this)[size() - 1].ptr()) == 1; }
+  const nb::tuple& all() const { return all_; }
+
+ private:
+  Py_ssize_t size() const { return PyTuple_Size(all_.ptr()); }
+
+  nb::tuple all_;
+  TensorAddress at_[tensor_count];
+};
+
 struct Started {
   nb::object event, hook;
 };
@@ -162,18 +213,18 @@ struct Started {
 // A form's calls. They are objects of Python, which keep the buffer's mode alive.
 template <class Calls>
 class Whole {
- public:
-  // make() makes what a call fills.
-  Whole(nb::object calls, const LowLatencySetting& setting, std::string name, nb::object make)
-      : calls_(std::move(calls)), setting_(setting), name_(std::move(name)), make_(std::move(make)) {}
-
  protected:
-  nb::object new_outputs() const { return make_(); }
+  Whole(nb::object calls, const LowLatencySetting& setting, std::string name)
+      : kept_(std::move(calls)),
+        calls_(&nb::cast<const Calls&>(kept_)),
+        setting_(setting),
+        name_(std::move(name)) {}
+
   const LowLatencySetting& setting() const { return setting_; }
 
   // Throws, with nothing sent, while the hook of the call before the last one is still to be run.
   void check_hooks(void* stream) const {
-    const LowLatency& mode = calls().mode();
+    const LowLatency& mode = calls_->mode();
     const std::string* late = mode.late_receive();
     if (late != nullptr && !value_or_throw(mode.is_captured(stream)))
       check(Status::invalid(
@@ -182,103 +233,159 @@ class Whole {
           *late));
   }
 
-  // Runs both phases on the communication stream, or sends on the current one and returns the hook. `tensors` are all
+  // Runs both phases on the communication stream, or sends on the current one and returns the hook. tensors() are all
   // that the call works on; the hook tells `state`, unless it is None, that it has received.
-  template <class Memory>
-  Started start(const Memory& memory, const nb::object& tensors, const nb::object& state, bool async_finish,
-                bool returns_hook) const {
+  template <class Given, class Memory, class Tensors>
+  Started start(const Given& given, const Memory& memory, const Tensors& tensors, nb::object state) const {
     void* const current = setting_.current_stream();
     check_hooks(current);
-    if (!returns_hook) {
-      calls().run(memory, setting_.stream(), current, !async_finish);
-      return {setting_.event(async_finish, tensors), nb::none()};
+    if (!given.returns_hook()) {
+      const bool is_async = given.async_finish();
+      calls_->run(memory, setting_.stream(), current, !is_async);
+      return {is_async ? setting_.finish(tensors()) : setting_.finished(), nb::none()};
     }
-    auto sent = calls().send(memory, current);
-    const uint64_t number = sent.number;
-    calls().mode().note_unreceived(number, name_);
-    auto receive = [calls = &calls(), sent = std::move(sent)] { calls->receive(sent); };
-    return {setting_.event(false, tensors),
-            nb::cast(ReceiveHook(calls_, calls().mode(), number, std::move(receive), tensors, state))};
+    Receive<Calls> left{calls_, calls_->send(memory, current)};
+    LowLatency& mode = calls_->mode();
+    const uint64_t number = left.sent.number;
+    mode.note_unreceived(number, name_);
+    return {setting_.finished(),
+            nb::cast(ReceiveHook(kept_, mode, number, std::move(left), tensors(), std::move(state)))};
   }
 
  private:
-  const Calls& calls() const { return nb::cast<const Calls&>(calls_); }
-
-  nb::object calls_;
+  nb::object kept_;
+  const Calls* calls_;
   LowLatencySetting setting_;
   std::string name_;
-  nb::object make_;
 };
 
 class WholeDispatch : Whole<DispatchCalls> {
  public:
-  // form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they are.
+  // x, topk_idx, topk_weights, expert_stats, wait_cycles; then options.
+  using Arguments = Given<5>;
+
+  // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they are.
   WholeDispatch(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
                 nb::object seen)
-      : Whole(std::move(calls), setting, "low_latency_dispatch", std::move(make)),
+      : Whole(std::move(calls), setting, "low_latency_dispatch"),
+        outputs_(std::move(make)),
         form_(std::move(form)),
+        key_(form_.attr("key")),
         entries_(form_.attr("entries")),
         seen_(std::move(seen)) {}
 
-  // given: what to fill, in the order of make(); None: new tensors.
-  nb::tuple call(nb::object x, nb::object x_scales, nb::object topk_idx, nb::object topk_weights,
-                 nb::object expert_stats, nb::object wait_cycles, nb::object given, bool async_finish,
-                 bool returns_hook) const {
-    const nb::object filled = given.is_none() ? new_outputs() : std::move(given);
+  // filled: what to fill, in the order of make(); None: new tensors.
+  nb::tuple call(nb::tuple given, nb::object x_scales, nb::object filled) const {
+    Arguments arguments(std::move(given));
+    arguments.read_addresses();
     nb::object out[8];
-    for (Py_ssize_t i = 0; i < 8; ++i) out[i] = made(PySequence_GetItem(filled.ptr(), i));
+    if (filled.is_none())
+      outputs_.make(out);
+    else
+      outputs_.take(filled, out);
+    return run(arguments, x_scales, out);
+  }
+  nb::tuple call_known(const Arguments& given) const {
+    nb::object out[8];
+    outputs_.make(out);
+    return run(given, nb::none(), out);
+  }
+
+ private:
+  nb::tuple run(const Arguments& given, const nb::object& x_scales, const nb::object (&out)[8]) const {
     const auto& [rows, scales, src_info, layout_range, counts, routes, weights, sources] = out;
+    const TensorAddress routes_at = address_of(routes);
     const LowLatencyDispatchMemory memory =
-        dispatch_memory(address_of(x), address_of(x_scales), address_of(topk_idx), address_of(topk_weights),
-                        address_of(expert_stats), address_of(wait_cycles), address_of(rows),
-                        address_of(scales), address_of(src_info), address_of(layout_range),
-                        address_of(counts), address_of(routes), address_of(weights), address_of(sources));
-    const nb::object status = setting().status(!returns_hook);
-    HandleState fresh(form_, routes, status);
+        dispatch_memory(given.at(0), address_of(x_scales), given.at(1), given.at(2), given.at(3), given.at(4),
+                        address_of(rows), address_of(scales), address_of(src_info), address_of(layout_range),
+                        address_of(counts), routes_at, address_of(weights), address_of(sources));
+    const nb::object status = setting().status(!given.returns_hook());
+    HandleState fresh(form_, key_, routes, status, routes_at);
     fresh.is_checked = true;
     const nb::object state = nb::cast(std::move(fresh));
-    const nb::tuple tensors =
-        nb::make_tuple(x, x_scales, topk_idx, topk_weights, expert_stats, wait_cycles, filled);
-    const Started started = start(memory, tensors, state, async_finish, returns_hook);
+    const auto tensors = [&] {
+      return nb::make_tuple(given.all(), x_scales, rows, scales, src_info, layout_range, counts, routes,
+                            weights, sources);
+    };
+    const Started started = start(given, memory, tensors, state);
     const nb::object handle =
         setting().handle(state, src_info, layout_range, nb::object(entries_[0]), nb::object(entries_[1]),
                          nb::object(entries_[2]), routes, nb::object(entries_[3]), status);
     const nb::object payload = as_seen(rows, scales);
-    if (topk_weights.is_none()) return nb::make_tuple(payload, counts, handle, started.event, started.hook);
+    if (given[2].is_none()) return nb::make_tuple(payload, counts, handle, started.event, started.hook);
     return nb::make_tuple(payload, counts, weights, sources, handle, started.event, started.hook);
   }
-
- private:
   nb::object as_seen(const nb::object& rows, const nb::object& scales) const {
     if (scales.is_none()) return rows;
     return seen_.is_none() ? nb::make_tuple(rows, scales) : seen_(rows, scales);
   }
 
-  nb::object form_;
+  Outputs<8> outputs_;
+  nb::object form_, key_;
   nb::tuple entries_;  // of a handle: M, hidden, E and the facts
   nb::object seen_;
 };
 
 class WholeCombine : Whole<CombineCalls> {
  public:
-  WholeCombine(nb::object calls, const LowLatencySetting& setting, nb::object make)
-      : Whole(std::move(calls), setting, "low_latency_combine", std::move(make)) {}
+  // x, topk_idx, topk_weights, wait_cycles; then options.
+  using Arguments = Given<4>;
 
-  // given: what to fill; None: a new tensor.
-  nb::tuple call(nb::object x, nb::object topk_idx, nb::object topk_weights, const HandleState& state,
-                 nb::object given, nb::object wait_cycles, nb::object signals, bool async_finish,
-                 bool returns_hook) const {
-    const nb::object combined =
-        given.is_none() ? made(PySequence_GetItem(new_outputs().ptr(), 0)) : std::move(given);
-    const LowLatencyCombineMemory memory = combine_memory(
-        address_of(x), address_of(topk_idx), address_of(topk_weights), address_of(state.routes),
-        address_of(combined), address_of(wait_cycles), address_of(signals));
-    const nb::tuple tensors =
-        nb::make_tuple(x, topk_idx, topk_weights, state.routes, combined, wait_cycles, signals);
-    const Started started = start(memory, tensors, nb::none(), async_finish, returns_hook);
+  WholeCombine(nb::object calls, const LowLatencySetting& setting, nb::object make)
+      : Whole(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
+
+  // filled: what to fill; None: a new tensor.
+  nb::tuple call(nb::tuple given, const HandleState& state, nb::object filled, nb::object signals) const {
+    Arguments arguments(std::move(given));
+    arguments.read_addresses();
+    const nb::object combined = filled.is_none() ? new_output() : std::move(filled);
+    return run(arguments, state.routes, state.place(), combined, signals);
+  }
+  nb::tuple call_known(const Arguments& given, const nb::object& routes, TensorAddress routes_at) const {
+    return run(given, routes, routes_at, new_output(), nb::none());
+  }
+
+ private:
+  nb::object new_output() const {
+    nb::object out[1];
+    outputs_.make(out);
+    return out[0];
+  }
+  nb::tuple run(const Arguments& given, const nb::object& routes, TensorAddress routes_at,
+                const nb::object& combined, const nb::object& signals) const {
+    const LowLatencyCombineMemory memory =
+        combine_memory(given.at(0), given.at(1), given.at(2), routes_at, address_of(combined), given.at(3),
+                       address_of(signals));
+    const auto tensors = [&] { return nb::make_tuple(given.all(), routes, combined, signals); };
+    const Started started = start(given, memory, tensors, nb::none());
     return nb::make_tuple(combined, started.event, started.hook);
   }
+
+  Outputs<1> outputs_;
 };
+
+// plans: LowLatencyDispatches by the signatures of their calls, as signature_of() makes them of `given`. Returns None,
+// with nothing done, for a call that is to be checked.
+nb::object known_dispatch(nb::dict plans, nb::tuple given) {
+  WholeDispatch::Arguments arguments(std::move(given));
+  Signature signature;
+  if (!arguments.sign(signature)) return nb::none();
+  const nb::handle plan = signature.found_in(plans);
+  if (!plan.is_valid()) return nb::none();
+  return nb::cast<const WholeDispatch&>(plan).call_known(arguments);
+}
+
+// The same for LowLatencyCombines. A signature ends with the key of the state's form.
+nb::object known_combine(nb::dict plans, nb::tuple given, HandleState& state) {
+  const TensorAddress routes_at = state.place();
+  if (!state.is_ready(routes_at)) return nb::none();
+  WholeCombine::Arguments arguments(std::move(given));
+  Signature signature;
+  if (!arguments.sign(signature) || !signature.add_option(state.key)) return nb::none();
+  const nb::handle plan = signature.found_in(plans);
+  if (!plan.is_valid()) return nb::none();
+  return nb::cast<const WholeCombine&>(plan).call_known(arguments, state.routes, routes_at);
+}
 
 }  // namespace
 
@@ -286,19 +393,22 @@ void bind_low_latency_whole(nb::module_& module) {
   using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
                                    &HandleState::status, &HandleState::kept_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
-      .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("form"), nb::arg("routes"),
-           nb::arg("status"))
+      .def(
+          "__init__",
+          [](HandleState* self, nb::object form, nb::object routes, nb::object status) {
+            const TensorAddress place = address_of(routes);
+            new (self) HandleState(form, form.attr("key"), routes, status, place);
+          },
+          nb::arg("form"), nb::arg("routes"), nb::arg("status"))
       .def_ro("form", &HandleState::form)
       .def_ro("routes", &HandleState::routes)
       .def_rw("kept_rows", &HandleState::kept_rows, nb::arg().none())
       .def_prop_ro("number", &HandleState::number)
       .def_prop_ro("group_key", [](const HandleState& self) { return self.form.attr("group_key"); })
-      .def_prop_ro("is_in_place", &HandleState::is_in_place)
+      .def_prop_ro("is_in_place", [](const HandleState& self) { return self.is_in_place(self.place()); })
       .def_prop_ro("is_received", &HandleState::is_received)
       .def_rw("is_checked", &HandleState::is_checked)
-      .def_prop_ro("is_ready", [](HandleState& self) {
-        return self.is_checked && self.is_in_place() && self.is_received();
-      });
+      .def_prop_ro("is_ready", [](HandleState& self) { return self.is_ready(self.place()); });
 
   using HookCollected =
       Collected<ReceiveHook, &ReceiveHook::calls, &ReceiveHook::tensors, &ReceiveHook::state>;
@@ -314,14 +424,16 @@ void bind_low_latency_whole(nb::module_& module) {
   nb::class_<WholeDispatch>(module, "LowLatencyDispatch")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object, nb::object, nb::object>(),
            nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("form"), nb::arg("seen").none())
-      .def("__call__", &WholeDispatch::call, nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
-           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+      .def("__call__", &WholeDispatch::call, nb::arg("given"), nb::arg("x_scales").none(),
+           nb::arg("filled").none());
+  module.def("known_low_latency_dispatch", &known_dispatch);
 
   nb::class_<WholeCombine>(module, "LowLatencyCombine")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object>(), nb::arg("calls"), nb::arg("setting"),
            nb::arg("make"))
-      .def("__call__", &WholeCombine::call, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+      .def("__call__", &WholeCombine::call, nb::arg("given"), nb::arg("state"), nb::arg("filled").none(),
+           nb::arg("signals").none());
+  module.def("known_low_latency_combine", &known_combine);
 }
 
 }  // namespace weft

@@ -18,7 +18,9 @@ NB_MODULE(_core, module) {
   weft::bind_elastic(module);
   weft::bind_plan(module);
   weft::bind_runtime(module);
+  weft::bind_signature(module);
   weft::bind_tally(module);
+  weft::bind_tensor_maker(module);
   weft::bind_tensors(module);
   weft::bind_transfer(module);
 }

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.plain_address and signature_of: weft/runtime/plain.py says what they return, and asks tensors one property
-// at a time where this cannot be had. Torch describes a tensor to C programs by DLPack's exchange of tensors (torch
-// 2.10 and newer): one call instead of eight. https://dmlc.github.io/dlpack/latest/c_api.html
+// weft._core.plain_address: weft/runtime/plain.py says what it returns, and asks tensors one property at a time where this
+// cannot be had. Torch describes a tensor to C programs by DLPack's exchange of tensors (torch 2.10 and newer): one call
+// instead of eight. https://dmlc.github.io/dlpack/latest/c_api.html
 #include "bind/tensors.h"
 
 #include <nanobind/ndarray.h>
 
-#include <cstring>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bind/bind.h"
@@ -28,12 +26,12 @@ struct ExchangeTable {
 };
 
 const ExchangeTable* torch_table = nullptr;
-nb::tuple* plain_types = nullptr;
+std::vector<PyObject*> plain_types;  // which live as long as the process
 
 bool is_plain_type(PyObject* value) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
-  for (nb::handle plain : *plain_types)
-    if (plain.ptr() == type) return true;
+  for (const PyObject* plain : plain_types)
+    if (plain == type) return true;
   return false;
 }
 
@@ -69,25 +67,29 @@ uint64_t number_of(nb::handle value) {
 // Whether the storage holds all of a tensor: it may have been freed or cut under it.
 bool has_its_memory(nb::handle value, const nb::dlpack::dltensor& tensor) {
   static const nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));
-  static const nb::object nbytes = nb::steal(PyUnicode_InternFromString("nbytes"));
   static const nb::object data_ptr = nb::steal(PyUnicode_InternFromString("data_ptr"));
   const nb::object storage = asked(value, untyped_storage);
   if (!storage.is_valid()) return false;
-  const uint64_t begin = number_of(asked(storage, data_ptr)), held = number_of(asked(storage, nbytes));
-  const auto at = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
-  return at >= begin && at + bytes_of(tensor) <= begin + held;
+  const Py_ssize_t held = PyObject_Size(storage.ptr());
+  if (held < 0) return false;
+  const uint64_t begin = number_of(asked(storage, data_ptr)), at = address_in(tensor);
+  return at >= begin && at + bytes_of(tensor) <= begin + static_cast<uint64_t>(held);
 }
 
-bool is_negated(nb::handle value) {
+// Whether reading a tensor negates what its memory holds. Such tensors are imaginary parts of conjugated ones, and so of
+// the types that complex numbers have parts of.
+bool is_negated(nb::handle value, const nb::dlpack::dltensor& tensor) {
   static const nb::object is_neg = nb::steal(PyUnicode_InternFromString("is_neg"));
-  return asked(value, is_neg).ptr() != Py_False;
+  const bool may_be = tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float);
+  return may_be && asked(value, is_neg).ptr() != Py_False;
 }
 
-// Describes a tensor that can be taken as it is. Returns false, with no error set, for anything else.
+}  // namespace
+
 bool describe_plain(nb::handle value, nb::dlpack::dltensor& tensor) {
-  const bool is_plain = is_plain_type(value.ptr()) && torch_table->describe(value.ptr(), &tensor) == 0 &&
-                        is_contiguous(tensor) && bytes_of(tensor) != 0 && !is_negated(value) &&
-                        has_its_memory(value, tensor);
+  const bool is_plain = torch_table != nullptr && is_plain_type(value.ptr()) &&
+                        torch_table->describe(value.ptr(), &tensor) == 0 && is_contiguous(tensor) &&
+                        bytes_of(tensor) != 0 && !is_negated(value, tensor) && has_its_memory(value, tensor);
   if (PyErr_Occurred()) {
     PyErr_Clear();
     return false;
@@ -95,72 +97,15 @@ bool describe_plain(nb::handle value, nb::dlpack::dltensor& tensor) {
   return is_plain;
 }
 
-uint64_t plain_address(nb::handle value) {
-  nb::dlpack::dltensor tensor;
-  if (!describe_plain(value, tensor)) return 0;
+uint64_t address_in(const nb::dlpack::dltensor& tensor) {
   return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
 }
 
-template <class T>
-void append(std::string& key, T value) {
-  key.append(reinterpret_cast<const char*>(&value), sizeof value);
-}
+namespace {
 
-// As rows have to be: arguments.ROW_ALIGNMENT_BYTES.
-bool is_aligned(const nb::dlpack::dltensor& tensor) {
-  return (reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset) % 16 == 0;
-}
-
-// Type, device and shape of a tensor, and whether it is aligned. Returns false for one that is not plain.
-bool append_tensor(std::string& key, nb::handle value) {
-  if (value.is_none()) {
-    key.push_back('-');
-    return true;
-  }
+uint64_t plain_address(nb::handle value) {
   nb::dlpack::dltensor tensor;
-  if (!describe_plain(value, tensor) ||
-      tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
-    return false;
-  key.push_back(is_aligned(tensor) ? 't' : 'u');
-  append(key, tensor.dtype.code);
-  append(key, tensor.dtype.bits);
-  append(key, tensor.device.device_type);
-  append(key, tensor.device.device_id);
-  append(key, tensor.ndim);
-  key.append(reinterpret_cast<const char*>(tensor.shape), sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
-  return true;
-}
-
-// None, a bool, a number or bytes, each with its type: 1.0 is as good a key as 1 to Python, but no number of experts.
-// Returns false for anything else.
-bool append_option(std::string& key, nb::handle value) {
-  if (value.is_none() || PyBool_Check(value.ptr())) {
-    key.push_back(value.is_none() ? '-' : value.ptr() == Py_True ? 'y' : 'n');
-    return true;
-  }
-  if (PyLong_CheckExact(value.ptr())) {
-    key.push_back('i');
-    append(key, PyLong_AsLongLong(value.ptr()));
-    const bool fits = !PyErr_Occurred();
-    PyErr_Clear();
-    return fits;
-  }
-  if (!PyBytes_CheckExact(value.ptr())) return false;
-  const nb::bytes text = nb::borrow<nb::bytes>(value);
-  key.push_back('b');
-  append(key, text.size());
-  key.append(text.c_str(), text.size());
-  return true;
-}
-
-nb::bytes signature_of(nb::tuple tensors, nb::args options) {
-  std::string key;
-  key.reserve(256);
-  for (nb::handle value : tensors)
-    if (!append_tensor(key, value)) return nb::bytes("", 0);
-  for (nb::handle value : options)
-    if (!append_option(key, value)) return nb::bytes("", 0);
-  return nb::bytes(key.data(), key.size());
+  return describe_plain(value, tensor) ? address_in(tensor) : 0;
 }
 
 // table: torch's capsule. Returns whether the table is one that this file knows.
@@ -169,65 +114,9 @@ bool read_plain_tensors_by(nb::capsule table, nb::tuple types) {
   while (candidate != nullptr && candidate->major != 1) candidate = candidate->older;
   if (candidate == nullptr || candidate->describe == nullptr) return false;
   torch_table = candidate;
-  plain_types = new nb::tuple(types);  // as long as the process
+  for (nb::handle type : types) plain_types.push_back(type.ptr());
   return true;
 }
-
-// Makes what calls of one form fill, by two functions of torch: weft/runtime/allocation.py, OutputMaker.
-class TensorMaker {
- public:
-  // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory. memory: a
-  // place among `count` results and empty()'s arguments, for each piece of memory; parts: a place, a shape, strides and
-  // an offset in elements of the last piece, which has no place of its own. empty() makes tensors of the current device: where
-  // current_device(), unless it is None, returns another one than `device`, otherwise() makes them.
-  TensorMaker(nb::object empty, nb::object part, size_t count, nb::list memory, nb::list parts,
-              nb::object current_device, nb::object device, nb::object otherwise)
-      : empty_(std::move(empty)),
-        part_(std::move(part)),
-        count_(count),
-        current_device_(std::move(current_device)),
-        device_(std::move(device)),
-        otherwise_(std::move(otherwise)) {
-    for (nb::handle piece : memory) memory_.push_back({nb::cast<size_t>(piece[0]), nb::tuple(piece[1])});
-    for (nb::handle piece : parts)
-      parts_.push_back({nb::cast<size_t>(piece[0]), piece[1], piece[2], piece[3]});
-  }
-
-  nb::list make() const {
-    if (!current_device_.is_none() && !current_device_().equal(device_)) return nb::list(otherwise_());
-    nb::list results = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count_)));
-    for (size_t i = 0; i < count_; ++i) set(results, i, nb::none());
-    nb::object last;
-    for (const Piece& piece : memory_) {
-      last = made(PyObject_Call(empty_.ptr(), piece.arguments.ptr(), nullptr));
-      if (piece.place < count_) set(results, piece.place, last);
-    }
-    for (const Part& part : parts_) {
-      const nb::object arguments = nb::make_tuple(last, part.shape, part.strides, part.offset);
-      set(results, part.place, made(PyObject_Call(part_.ptr(), arguments.ptr(), nullptr)));
-    }
-    return results;
-  }
-
- private:
-  struct Piece {
-    size_t place;
-    nb::tuple arguments;
-  };
-  struct Part {
-    size_t place;
-    nb::object shape, strides, offset;
-  };
-  static void set(nb::list& results, size_t place, nb::object value) {
-    PyList_SetItem(results.ptr(), static_cast<Py_ssize_t>(place), value.release().ptr());
-  }
-
-  nb::object empty_, part_;
-  size_t count_;
-  nb::object current_device_, device_, otherwise_;
-  std::vector<Piece> memory_;
-  std::vector<Part> parts_;
-};
 
 }  // namespace
 
@@ -240,8 +129,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
   nb::dlpack::dltensor tensor;
   if (torch_table && is_plain_type(value)) {
     if (torch_table->describe(value, &tensor) == 0) {
-      const auto at = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
-      address.value = at == 0 ? TensorAddress::kNoElements : at;
+      address = TensorAddress::of(address_in(tensor));
       return true;
     }
     PyErr_Clear();
@@ -253,7 +141,7 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
     PyErr_Clear();
     return false;
   }
-  address.value = at == 0 ? TensorAddress::kNoElements : at;
+  address = TensorAddress::of(at);
   return true;
 }
 
@@ -269,7 +157,7 @@ nb::bytes addresses_of(nb::handle tensors) {
   for (nb::handle value : tensors) {
     TensorAddress at;
     if (!read_address(value.ptr(), at)) at.value = 0;
-    append(places, at.value);
+    places.append(reinterpret_cast<const char*>(&at.value), sizeof at.value);
   }
   return nb::bytes(places.data(), places.size());
 }
@@ -286,13 +174,7 @@ nb::object bare(const nb::object& type, Py_ssize_t items) {
 
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
-  module.def("signature_of", &signature_of, nb::arg("tensors"), nb::arg("options"));
   module.def("addresses", [](nb::args values) { return addresses_of(values); });
-  nb::class_<TensorMaker>(module, "TensorMaker")
-      .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list, nb::object, nb::object, nb::object>(),
-           nb::arg("empty"), nb::arg("part"), nb::arg("count"), nb::arg("memory"), nb::arg("parts"),
-           nb::arg("current_device").none(), nb::arg("device").none(), nb::arg("otherwise"))
-      .def("__call__", &TensorMaker::make);
   module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
 }
 

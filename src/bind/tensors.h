@@ -5,6 +5,10 @@
 
 #include <nanobind/nanobind.h>
 
+namespace nanobind::dlpack {
+struct dltensor;
+}
+
 namespace weft {
 
 // Where the elements of a tensor begin. An empty tensor has an address, too; None has none, which is 0.
@@ -14,12 +18,18 @@ struct TensorAddress {
   uint64_t value = 0;
 
   bool has_elements() const { return value > kNoElements; }
+  static TensorAddress of(uint64_t elements) { return {elements == 0 ? kNoElements : elements}; }
 };
 
 template <class T>
 T* pointer(TensorAddress tensor) {
   return reinterpret_cast<T*>(tensor.value);
 }
+
+// Describes a tensor that can be taken as it is: weft/runtime/plain.py. Returns false, with no error set, for anything
+// else, and where torch does not describe tensors.
+bool describe_plain(nanobind::handle value, nanobind::dlpack::dltensor& tensor);
+uint64_t address_in(const nanobind::dlpack::dltensor& tensor);  // of its first element
 
 // value: a tensor, which the caller has checked, or None. Returns: whether it has told where it is.
 bool read_address(PyObject* value, TensorAddress& address) noexcept;

@@ -38,8 +38,10 @@ from weft.moe.low_latency_handle import (
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan, Hook, spanned
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
 from weft.runtime import spans
-from weft.runtime.modes import outside_modes
-from weft.runtime.plain import signature_of
+from weft.runtime.modes import are_modes_on, outside_modes
+from weft.runtime.plain import known_low_latency_combine, known_low_latency_dispatch, signature_of
+
+Combined = tuple[Tensor, EventOverlap, Hook | None]
 
 
 class LowLatencyCalls:
@@ -57,7 +59,6 @@ class LowLatencyCalls:
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
-    @outside_modes
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -119,31 +120,41 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they disagree about sizes or format; capacity when the
             buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
         """
+        stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        tensors = (x, topk_idx, topk_weights, stats, costs)
         flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
-        most, experts = num_max_dispatch_tokens_per_rank, num_experts
-        signature = signature_of(
-            (x, topk_idx, topk_weights), b"ll_dispatch", most, experts, *flags, async_finish, return_recv_hook
-        )
+        sizes = (num_max_dispatch_tokens_per_rank, num_experts)
+        given = (*tensors, b"ll_dispatch", *sizes, *flags, async_finish, return_recv_hook)
+        wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
+        is_new = out_packed_recv_x is out_src_info is out_layout_range is out_count is None
+        is_usual = is_new and x_global_scale is None and use_nvfp4 is False
+        is_watched = profiler._is_profiler_enabled or spans.NVTX or are_modes_on()
+        if is_usual and not is_watched:
+            results = known_low_latency_dispatch(self._contexts.plans, given)
+            if results is not None:
+                return results
+        return self._dispatch_checked(given, x_global_scale, wanted)
+
+    @outside_modes
+    def _dispatch_checked(self, given: tuple[Any, ...], x_global_scale: Any, wanted: Any) -> Any:
+        """Dispatch what is not known yet, or is to be looked at in every call."""
+        x, topk_idx, topk_weights, stats, costs, _, most, experts, *flags, async_finish, returns_hook = given
+        signature = signature_of(given[:5], *given[5:])
         plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:
-            arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+            arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
-            self._contexts.keep(signature, plan)
-        stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        if stats is not None or costs is not None:
             self._check_stats(plan, stats, costs)
+            self._contexts.keep(signature, plan)
+        use_nvfp4 = flags[4]
         scale = None
         if x_global_scale is not None or use_nvfp4:
             scale = check_global_scale(x_global_scale, use_nvfp4, plan.context)
-        sent = (x, scale, topk_idx, topk_weights, stats, costs)
         filled: list[Any] | None = None  # new tensors
-        if not (out_packed_recv_x is out_src_info is out_layout_range is out_count is None):
-            wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
-            filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.form, Sent(*sent), wanted))
-        call = plan.call
-        if profiler._is_profiler_enabled or spans.NVTX:
-            call = spanned("low_latency_dispatch", call, return_recv_hook)
-        return call(*sent, filled, bool(async_finish), bool(return_recv_hook))
+        if any(tensor is not None for tensor in wanted):
+            sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)
+            filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.form, sent, wanted))
+        return spanned("low_latency_dispatch", plan, returns_hook)(given, scale, filled)
 
     def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
         local, device = (plan.sizes.local_experts,), plan.context.device
@@ -181,7 +192,6 @@ class LowLatencyCalls:
 
     # -- combine ---------------------------------------------------------------------------------------------
 
-    @outside_modes
     def low_latency_combine(
         self,
         x: Tensor,
@@ -204,7 +214,7 @@ class LowLatencyCalls:
         block_m: int = 64,
         threshold: int = 0,
         num_sms: int | None = None,
-    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+    ) -> Combined:
         """Return each token the weighted sum of its experts' rows.
 
         Args:
@@ -237,40 +247,54 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
         whose own signals stay away, naming the expert.
         """
+        tensors = (x, topk_idx, topk_weights, combine_wait_recv_cost_stats)
+        given = (*tensors, b"ll_combine", use_logfmt, exact, async_finish, return_recv_hook)
+        is_usual = zero_copy is False and overlap is False and out is None
+        known = handle.state if type(handle) is LowLatencyHandle else None
+        is_watched = profiler._is_profiler_enabled or spans.NVTX or are_modes_on()
+        if is_usual and known is not None and not is_watched:
+            results: Combined | None = known_low_latency_combine(self._contexts.plans, given, known)
+            if results is not None:
+                return results
+        asked = (src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms)
+        overlapped = (overlap, asked, packed_recv_count)
+        return self._combine_checked(given, handle, zero_copy, out, overlapped)
+
+    @outside_modes
+    def _combine_checked(
+        self, given: tuple[Any, ...], handle: Any, zero_copy: bool, out: Any, overlapped: Any
+    ) -> Combined:
+        """Combine what is not known yet, or is to be looked at in every call."""
+        x, topk_idx, topk_weights, costs, _, use_logfmt, exact, async_finish, returns_hook = given
+        overlap, asked, packed_recv_count = overlapped
         known = handle.state if type(handle) is LowLatencyHandle else None
         state = known if known is not None and known.is_ready else self._check_ready(handle, x)
         signature: Hashable = b""  # of no call
         if zero_copy is False and overlap is False:
-            options = (state.form.key, use_logfmt, exact, async_finish, return_recv_hook)
-            signature = signature_of((x, topk_idx, topk_weights), b"ll_combine", *options)
+            signature = signature_of(given[:4], *given[4:], state.form.key)
         plan: CombinePlan | None = self._contexts.plans.get(signature)
         rows, signals = x, NO_SIGNALS
         if plan is None:
             context = self._low_latency_context("x", x)
             state = self._check_low_latency_handle(handle, context)
-            arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+            arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
             check_flags(exact=exact, overlap=overlap)
             rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
-                signals = check_signals(
-                    *(context.device, state.form.rows_shape, src_signals, src_signal_expect_value),
-                    *(comp_signal, block_m, threshold, num_sms),
-                )
+                signals = check_signals(context.device, state.form.rows_shape, *asked)
                 local = state.form.rows_shape[:1]
                 arguments.check_optional(
                     "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
+            ranks = (self.group_size,)
+            arguments.check_optional(
+                "combine_wait_recv_cost_stats", costs, ranks, torch.int64, context.device
+            )
             reply = REPLIES[bool(exact), bool(use_logfmt)]
             hidden = rows.size(2)
             plan = self._plan_combine(context, state.form, hidden, topk_idx, topk_weights, reply, signals)
             self._contexts.keep(signature, plan)
-        costs = combine_wait_recv_cost_stats
-        if costs is not None:
-            ranks = (self.group_size,)
-            arguments.check_tensor(
-                "combine_wait_recv_cost_stats", costs, ranks, (torch.int64,), plan.context.device
-            )
         if out is not None:
             sums = (state.form.num_tokens, rows.size(2))
             out = check_output(plan.context, "out", out, sums, torch.bfloat16)
@@ -281,12 +305,8 @@ class LowLatencyCalls:
                 "signals": signals.tensor,
             }
             arguments.check_apart({"out": out}, {**others, "combine_wait_recv_cost_stats": costs})
-        call = plan.call
-        if profiler._is_profiler_enabled or spans.NVTX:
-            call = spanned("low_latency_combine", call, return_recv_hook)
-        used = (rows, topk_idx, topk_weights, state, out, costs, signals.tensor)
-        results: tuple[Tensor, EventOverlap, Hook | None]
-        results = call(*used, bool(async_finish), bool(return_recv_hook))
+        call = spanned("low_latency_combine", plan, returns_hook)
+        results: Combined = call((rows, *given[1:]), state, out, signals.tensor)
         return results
 
     def _check_ready(self, handle: object, x: object) -> _core.LowLatencyHandleState:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.moe.handle import facts_of
-from weft.runtime.allocation import padded, part_of
+from weft.runtime.allocation import padded, part_of, parts_of
 from weft.runtime.tensors import lacking_memory
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
@@ -34,7 +34,7 @@ def make_statuses(is_received: bool) -> None:
     words = [word for i in range(_MADE_AT_ONCE) for word in (int(is_received), first + i)]
     with torch.inference_mode(False):  # autograd may save them in a later call
         together = _kept_words(words)
-        unused_statuses[is_received].extend(part_of(together, 2 * i, (2,)) for i in range(_MADE_AT_ONCE))
+        unused_statuses[is_received].extend(parts_of(together, 2, _MADE_AT_ONCE))
 
 
 def _kept_words(words: Sequence[int]) -> Tensor:

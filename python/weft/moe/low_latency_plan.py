@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What low-latency calls of one signature have in common: it is checked and planned by the first of them, and kept.
 
-    signature = signature_of((x, topk_idx, topk_weights), b"ll_dispatch", num_experts, use_fp8, ...)
-    plan = contexts.plans.get(signature) or contexts.keep(signature, DispatchPlan(context, sizes, form, ids, ...))
-    recv_x, counts, handle, event, hook = plan.call(x, ...)      # one trip into the core
+    given = (x, topk_idx, topk_weights, stats, costs, b"ll_dispatch", num_experts, ..., return_recv_hook)
+    results = known_low_latency_dispatch(contexts.plans, given)              # one trip into the core, or None
+    plan = contexts.keep(signature_of(given[:5], *given[5:]), DispatchPlan(context, sizes, form, ids, ...))
+    recv_x, counts, handle, event, hook = plan(given, None, None)
 
 A signature holds everything but addresses that a check looks at, so a call whose signature is known has nothing left to
 be refused for but where its tensors are.
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from weft import _core
 from weft.moe.device_context import DeviceContext
@@ -38,11 +40,12 @@ Hook = Callable[[], None]
 _OF_HANDLE = (5, 2)  # routes, and src_info behind them: no caller gets these but in a handle
 
 
-class DispatchPlan:
-    """A dispatch's form: sizes, format, what it fills, and ``call``: the core's calls of it, results included.
+class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
+    """A dispatch's form: sizes, format, and what it fills. The core calls it, and makes the results.
 
-    call(x, global scale, topk_idx, topk_weights, stats, costs, what to fill or None, async_finish, return_recv_hook)
+    plan(given, global scale or None, what to fill or None)
 
+    given: x, topk_idx, topk_weights, stats, costs, then all that the form follows from, async_finish, return_recv_hook.
     Raises: weft.Error where sizes do not fit the buffer.
     """
 
@@ -90,7 +93,7 @@ class DispatchPlan:
         # All that a dispatch fills, in the order of the core, for the stream that is current.
         make = context.allocator(*self._forms, together=_OF_HANDLE, first_is_whole=True)
         seen = form.seen if form.is_tiled else None
-        self.call: Any = _core.LowLatencyDispatch(calls, _setting(context), make, self.handle_form, seen)
+        super().__init__(calls, _setting(context), make, self.handle_form, seen)
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
@@ -101,10 +104,12 @@ class DispatchPlan:
         return [new if old is None else old for old, new in zip(mine, made, strict=True)]
 
 
-class CombinePlan:
-    """A combine's form, and ``call``: the core's calls of it, results included.
+class CombinePlan(_core.LowLatencyCombine):  # type: ignore[misc]
+    """A combine's form. The core calls it, and makes the results.
 
-    call(x, topk_idx, topk_weights, state, out or None, costs, signals, async_finish, return_recv_hook)
+    plan(given, state of the handle, out or None, signals)
+
+    given: x, topk_idx, topk_weights, costs, then all that the form follows from, async_finish, return_recv_hook.
     Raises: weft.Error where sizes do not fit the buffer.
     """
 
@@ -112,11 +117,13 @@ class CombinePlan:
         self.context = context
         make = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
         calls: Any = context.low_latency.plan_combine(**form)
-        self.call: Any = _core.LowLatencyCombine(calls, _setting(context), make)
+        super().__init__(calls, _setting(context), make)
 
 
 def spanned(name: str, call: Callable[..., Any], has_hook: bool) -> Callable[..., Any]:
-    """Return a call of the core in a span, and its hook, the last of its results, in another one."""
+    """Return a call of the core: where somebody watches, in a span, and its hook, its last result, in another one."""
+    if not profiler._is_profiler_enabled and not spans.NVTX:
+        return call
     if not has_hook:
         return spans.around(name, call)
     send = spans.around(f"{name}.send", call)
@@ -137,10 +144,10 @@ def _setting(context: DeviceContext) -> Any:
     )
 
 
-def _finish(context: DeviceContext, tensors: tuple[Any, ...]) -> EventOverlap:
-    """Return the event of a call with async_finish, which keeps its tensors alive. An entry may be a list of them."""
-    lists = (entry if isinstance(entry, list) else [entry] for entry in tensors)
-    flat = tuple(tensor for entries in lists for tensor in entries if isinstance(tensor, Tensor))
+def _finish(context: DeviceContext, used: tuple[Any, ...]) -> EventOverlap:
+    """Return the event of a call with async_finish, which keeps its tensors alive: what was given, and the results."""
+    given, *results = used
+    flat = tuple(entry for entry in (*given, *results) if isinstance(entry, Tensor))
     event = context.finish(True, flat)
     event.extra_tensors = flat
     return event

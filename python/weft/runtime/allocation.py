@@ -77,6 +77,11 @@ def part_of(
     return made
 
 
+def parts_of(tensor: torch.Tensor, length: int, count: int) -> list[torch.Tensor]:
+    """Return a tensor's memory in so many parts, each of so many elements, as part_of() makes them."""
+    return [_part(tensor, (length,), (1,), length * i) for i in range(count)]
+
+
 def not_a_view(view: torch.Tensor) -> torch.Tensor:
     """Return a view's elements as a tensor of their memory that is no view, as part_of() makes one."""
     return part_of(view, 0, tuple(view.shape), view.stride())
@@ -195,6 +200,7 @@ __all__ = [
     "new_on_host",
     "padded",
     "part_of",
+    "parts_of",
     "strides_in_order",
     "tensor_form",
 ]

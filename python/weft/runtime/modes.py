@@ -26,7 +26,7 @@ def _no_modes() -> bool:
 
 
 # Of torch 2.4 to 2.11; a torch without it has its modes called.
-_are_modes_on: Callable[[], bool] = getattr(torch._C, "_is_torch_function_mode_enabled", _no_modes)
+are_modes_on: Callable[[], bool] = getattr(torch._C, "_is_torch_function_mode_enabled", _no_modes)
 
 
 def outside_modes(call: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -34,7 +34,7 @@ def outside_modes(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(call)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not _are_modes_on():
+        if not are_modes_on():
             return call(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return call(*args, **kwargs)

@@ -54,6 +54,10 @@ def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> Hashable:
     return tuple(forms)
 
 
+def _unknown(*_: object) -> None:
+    return None
+
+
 # The core reads a tensor in a third of the time, where torch (2.10 and newer) describes tensors to C programs.
 _table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_TYPES)
@@ -65,7 +69,18 @@ plain_address: Callable[[object], int] = _core.plain_address if _core_reads else
 # and which are None; and the options: bytes, numbers, True, False or None. It is empty where a tensor is not plain, or
 # an option is something else: then the call has to be checked.
 signature_of: Callable[..., Hashable] = _core.signature_of if _core_reads else signature_by_python
+# (plans, given) -> what such a dispatch returns; None for one that is to be checked. See moe/low_latency_plan.py.
+known_low_latency_dispatch: Callable[..., Any] = _core.known_low_latency_dispatch if _core_reads else _unknown
+# (plans, given, state of the handle) -> the same of a combine
+known_low_latency_combine: Callable[..., Any] = _core.known_low_latency_combine if _core_reads else _unknown
 # (*values) -> where they begin: the same bytes as before, unless one has moved or lost its memory.
 addresses: Callable[..., bytes] = _core.addresses
 
-__all__ = ["PLAIN_TYPES", "addresses", "plain_address", "signature_of"]
+__all__ = [
+    "PLAIN_TYPES",
+    "addresses",
+    "known_low_latency_combine",
+    "known_low_latency_dispatch",
+    "plain_address",
+    "signature_of",
+]

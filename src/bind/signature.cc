@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bind/signature.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstring>
+
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kRowAlignmentBytes = 16;  // arguments.ROW_ALIGNMENT_BYTES
+
+nb::bytes signature_of(nb::tuple tensors, nb::args options) {
+  Signature signature;
+  TensorAddress unused;
+  for (nb::handle value : tensors)
+    if (!signature.add_tensor(value, unused)) return nb::bytes("", 0);
+  for (nb::handle value : options)
+    if (!signature.add_option(value)) return nb::bytes("", 0);
+  return signature.bytes();
+}
+
+}  // namespace
+
+bool Signature::add(const void* from, size_t bytes) {
+  if (bytes > kMostBytes - size_) return false;
+  std::memcpy(bytes_ + size_, from, bytes);
+  size_ += bytes;
+  return true;
+}
+
+bool Signature::add_tensor(nb::handle value, TensorAddress& address) {
+  if (value.is_none()) {
+    address.value = 0;
+    return add('-');
+  }
+  nb::dlpack::dltensor tensor;
+  if (!describe_plain(value, tensor) ||
+      tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
+    return false;
+  address = TensorAddress::of(address_in(tensor));
+  const bool is_aligned = address.value % kRowAlignmentBytes == 0;
+  return add(is_aligned ? 't' : 'u') && add(tensor.dtype.code) && add(tensor.dtype.bits) &&
+         add(tensor.device.device_type) && add(tensor.device.device_id) && add(tensor.ndim) &&
+         add(tensor.shape, sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
+}
+
+bool Signature::add_option(nb::handle value) {
+  if (value.is_none()) return add('-');
+  if (PyBool_Check(value.ptr())) return add(value.ptr() == Py_True ? 'y' : 'n');
+  if (PyLong_CheckExact(value.ptr())) {
+    const int64_t number = PyLong_AsLongLong(value.ptr());
+    const bool fits = !PyErr_Occurred();
+    PyErr_Clear();
+    return fits && add('i') && add(number);
+  }
+  if (!PyBytes_CheckExact(value.ptr())) return false;
+  const nb::bytes text = nb::borrow<nb::bytes>(value);
+  return add('b') && add(text.size()) && add(text.c_str(), text.size());
+}
+
+nb::handle Signature::found_in(nb::handle plans) const {
+  PyObject* const plan = PyDict_GetItemWithError(plans.ptr(), bytes().ptr());
+  if (!plan && PyErr_Occurred()) throw nb::python_error();
+  return plan;
+}
+
+void bind_signature(nb::module_& module) {
+  module.def("signature_of", &signature_of, nb::arg("tensors"), nb::arg("options"));
+}
+
+}  // namespace weft

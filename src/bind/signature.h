@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A call's signature: all that its checks look at, but where its tensors are, as bytes. weft/runtime/plain.py says which
+// calls have one.
+//   Signature signature;
+//   TensorAddress x;
+//   if (!signature.add_tensor(given[0], x) || !signature.add_option(given[1])) return nb::none();  // to be checked
+//   const nb::handle plan = signature.found_in(plans);
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bind/tensors.h"
+
+namespace weft {
+
+class Signature {
+ public:
+  // Type, device and shape of a tensor, and whether rows may begin where it does; or None. Returns false, as the next does, for
+  // one that has to be checked in every call.
+  bool add_tensor(nanobind::handle value, TensorAddress& address);
+  // None, a bool, a number or bytes, each with its type: 1.0 is as good a key as 1 to Python, but no number of experts.
+  bool add_option(nanobind::handle value);
+
+  nanobind::bytes bytes() const { return nanobind::bytes(bytes_, size_); }
+  // What a dictionary has of this signature; an invalid handle where it has nothing.
+  nanobind::handle found_in(nanobind::handle plans) const;
+
+ private:
+  template <class T>
+  bool add(T value) {
+    return add(&value, sizeof value);
+  }
+  bool add(const void* from, size_t bytes);
+
+  static constexpr size_t kMostBytes = 1024;
+  char bytes_[kMostBytes];
+  size_t size_ = 0;
+};
+
+}  // namespace weft

@@ -9,6 +9,7 @@
 
 #include "bind/bind.h"
 #include "bind/receiving.h"
+#include "bind/tensor_maker.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
 #include "moe/fault_text.h"
@@ -30,28 +31,29 @@ namespace {
 // What layouts of one form share. A call makes what it fills, and fills it, in one trip.
 class LayoutForm {
  public:
-  // new_outputs() -> [i32[R], i32[experts] behind it, u8[T][R]], for the stream that is current.
+  // new_outputs() makes i32[R], i32[experts] behind it, and u8[T][R], for the stream that is current.
   LayoutForm(MoeBuffer& buffer, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,
              nb::object new_outputs)
       : buffer_(&buffer),
         args_{nullptr, tokens, top_k, id_bytes, 0, experts, 0, 0, nullptr, nullptr, nullptr},
-        new_outputs_(std::move(new_outputs)) {}
+        outputs_(std::move(new_outputs)) {}
 
-  nb::object run(TensorAddress topk_idx, TensorAddress sum_place, uint64_t stream) const {
-    nb::object outputs = new_outputs_();
+  nb::tuple run(TensorAddress topk_idx, TensorAddress sum_place, uint64_t stream) const {
+    nb::object made[3];
+    outputs_.make(made);
     LayoutArgs args = args_;
     args.topk_idx = pointer<void>(topk_idx);
-    args.counts = pointer<int32_t>(nb::cast<TensorAddress>(outputs[0]));
-    args.token_in_rank = pointer<uint8_t>(nb::cast<TensorAddress>(outputs[2]));
+    args.counts = pointer<int32_t>(address_of(made[0]));
+    args.token_in_rank = pointer<uint8_t>(address_of(made[2]));
     args.sum_place = pointer<int32_t>(sum_place);
     check(without_gil([&] { return buffer_->layout(args, pointer<void>(stream)); }));
-    return outputs;
+    return nb::make_tuple(made[0], made[1], made[2]);
   }
 
  private:
   MoeBuffer* buffer_;
   LayoutArgs args_;
-  nb::object new_outputs_;
+  Outputs<3> outputs_;
 };
 
 // What combines of rows of one form share; as above.

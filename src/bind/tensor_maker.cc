@@ -16,8 +16,7 @@ TensorMaker::TensorMaker(nb::object empty, nb::object part, size_t count, nb::li
       device_(std::move(device)),
       otherwise_(std::move(otherwise)) {
   for (nb::handle piece : memory) memory_.push_back({nb::cast<size_t>(piece[0]), nb::tuple(piece[1])});
-  for (nb::handle piece : parts)
-    parts_.push_back({nb::cast<size_t>(piece[0]), piece[1], piece[2], piece[3]});
+  for (nb::handle piece : parts) parts_.push_back({nb::cast<size_t>(piece[0]), piece[1], piece[2], piece[3]});
 }
 
 template <class Set>

@@ -103,7 +103,9 @@ class LayoutPlan:
             new_outputs=new_outputs,
         )
 
-    def run(self, topk_idx: Tensor, stream: int, sum_place: Tensor | None = None) -> list[Tensor]:
+    def run(
+        self, topk_idx: Tensor, stream: int, sum_place: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what Layout names, in new tensors of the stream that is current.
 
         sum_place: i32[T, ranks] to fill, by right-most slot.
@@ -111,7 +113,7 @@ class LayoutPlan:
         run = self._form.run
         if profiler._is_profiler_enabled or spans.NVTX:
             run = spans.around("layout", run)
-        made: list[Tensor] = run(topk_idx, sum_place, stream)
+        made: tuple[Tensor, Tensor, Tensor] = run(topk_idx, sum_place, stream)
         return made
 
 

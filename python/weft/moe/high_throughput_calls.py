@@ -23,7 +23,7 @@ from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload
-from weft.runtime.modes import outside_modes
+from weft.runtime.modes import are_modes_on, outside_modes
 from weft.runtime.plain import signature_of
 
 _P = ParamSpec("_P")
@@ -68,7 +68,6 @@ class HighThroughputCalls:
 
     # -- layout ----------------------------------------------------------------------------------------------
 
-    @outside_modes
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -89,6 +88,9 @@ class HighThroughputCalls:
             bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
             up to eight.
         """
+        if are_modes_on():
+            order = (previous_event, async_finish, allocate_on_comm_stream)
+            return outside_modes(self.get_dispatch_layout)(topk_idx, num_experts, *order)
         signature = signature_of((topk_idx,), b"layout", num_experts)
         plan: LayoutPlan | None = self._contexts.plans.get(signature)
         if plan is None:

@@ -175,35 +175,37 @@ class LowLatencySetting {
   nb::object more_;
 };
 
-// What a caller gave: tensors, then options, of which the last two are async_finish and return_recv_hook.
-template <Py_ssize_t tensor_count>
+// What a caller gave: tensors, and options, of which the last two are async_finish and return_recv_hook.
+template <Py_ssize_t count>
 class Given {
  public:
-  explicit Given(nb::tuple all) : all_(std::move(all)) {}
+  Given(nb::tuple tensors, nb::tuple options) : tensors_(std::move(tensors)), options_(std::move(options)) {}
 
   // Adds all of it, and reads where the tensors are. Returns false where the call has to be checked.
   bool sign(Signature& signature) {
-    for (Py_ssize_t i = 0; i < tensor_count; ++i)
+    for (Py_ssize_t i = 0; i < count; ++i)
       if (!signature.add_tensor((*this)[i], at_[i])) return false;
-    for (Py_ssize_t i = tensor_count; i < size(); ++i)
-      if (!signature.add_option((*this)[i])) return false;
+    for (nb::handle option : options_)
+      if (!signature.add_option(option)) return false;
     return true;
   }
   void read_addresses() {
-    for (Py_ssize_t i = 0; i < tensor_count; ++i) at_[i] = address_of((*this)[i]);
+    for (Py_ssize_t i = 0; i < count; ++i) at_[i] = address_of((*this)[i]);
   }
 
-  nb::handle operator[](Py_ssize_t i) const { return PyTuple_GetItem(all_.ptr(), i); }
+  nb::handle operator[](Py_ssize_t i) const { return PyTuple_GetItem(tensors_.ptr(), i); }
   TensorAddress at(Py_ssize_t i) const { return at_[i]; }
-  bool async_finish() const { return PyObject_IsTrue((*this)[size() - 2].ptr()) == 1; }
-  bool returns_hook() const { return PyObject_IsTrue((*this)[size() - 1].ptr()) == 1; }
-  const nb::tuple& all() const { return all_; }
+  bool async_finish() const { return from_last(2); }
+  bool returns_hook() const { return from_last(1); }
+  const nb::tuple& tensors() const { return tensors_; }
 
  private:
-  Py_ssize_t size() const { return PyTuple_Size(all_.ptr()); }
+  bool from_last(Py_ssize_t place) const {
+    return PyObject_IsTrue(PyTuple_GetItem(options_.ptr(), PyTuple_Size(options_.ptr()) - place)) == 1;
+  }
 
-  nb::tuple all_;
-  TensorAddress at_[tensor_count];
+  nb::tuple tensors_, options_;
+  TensorAddress at_[count];
 };
 
 struct Started {
@@ -261,7 +263,7 @@ class Whole {
 
 class WholeDispatch : Whole<DispatchCalls> {
  public:
-  // x, topk_idx, topk_weights, expert_stats, wait_cycles; then options.
+  // x, topk_idx, topk_weights, expert_stats, wait_cycles
   using Arguments = Given<5>;
 
   // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they are.
@@ -275,8 +277,8 @@ class WholeDispatch : Whole<DispatchCalls> {
         seen_(std::move(seen)) {}
 
   // filled: what to fill, in the order of make(); None: new tensors.
-  nb::tuple call(nb::tuple given, nb::object x_scales, nb::object filled) const {
-    Arguments arguments(std::move(given));
+  nb::tuple call(nb::tuple tensors, nb::tuple options, nb::object x_scales, nb::object filled) const {
+    Arguments arguments(std::move(tensors), std::move(options));
     arguments.read_addresses();
     nb::object out[8];
     if (filled.is_none())
@@ -304,7 +306,7 @@ class WholeDispatch : Whole<DispatchCalls> {
     fresh.is_checked = true;
     const nb::object state = nb::cast(std::move(fresh));
     const auto tensors = [&] {
-      return nb::make_tuple(given.all(), x_scales, rows, scales, src_info, layout_range, counts, routes,
+      return nb::make_tuple(given.tensors(), x_scales, rows, scales, src_info, layout_range, counts, routes,
                             weights, sources);
     };
     const Started started = start(given, memory, tensors, state);
@@ -328,15 +330,16 @@ class WholeDispatch : Whole<DispatchCalls> {
 
 class WholeCombine : Whole<CombineCalls> {
  public:
-  // x, topk_idx, topk_weights, wait_cycles; then options.
+  // x, topk_idx, topk_weights, wait_cycles
   using Arguments = Given<4>;
 
   WholeCombine(nb::object calls, const LowLatencySetting& setting, nb::object make)
       : Whole(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
 
   // filled: what to fill; None: a new tensor.
-  nb::tuple call(nb::tuple given, const HandleState& state, nb::object filled, nb::object signals) const {
-    Arguments arguments(std::move(given));
+  nb::tuple call(nb::tuple tensors, nb::tuple options, const HandleState& state, nb::object filled,
+                 nb::object signals) const {
+    Arguments arguments(std::move(tensors), std::move(options));
     arguments.read_addresses();
     const nb::object combined = filled.is_none() ? new_output() : std::move(filled);
     return run(arguments, state.routes, state.place(), combined, signals);
@@ -356,7 +359,7 @@ class WholeCombine : Whole<CombineCalls> {
     const LowLatencyCombineMemory memory =
         combine_memory(given.at(0), given.at(1), given.at(2), routes_at, address_of(combined), given.at(3),
                        address_of(signals));
-    const auto tensors = [&] { return nb::make_tuple(given.all(), routes, combined, signals); };
+    const auto tensors = [&] { return nb::make_tuple(given.tensors(), routes, combined, signals); };
     const Started started = start(given, memory, tensors, nb::none());
     return nb::make_tuple(combined, started.event, started.hook);
   }
@@ -364,10 +367,10 @@ class WholeCombine : Whole<CombineCalls> {
   Outputs<1> outputs_;
 };
 
-// plans: LowLatencyDispatches by the signatures of their calls, as signature_of() makes them of `given`. Returns None,
-// with nothing done, for a call that is to be checked.
-nb::object known_dispatch(nb::dict plans, nb::tuple given) {
-  WholeDispatch::Arguments arguments(std::move(given));
+// plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to be
+// checked.
+nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) {
+  WholeDispatch::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature)) return nb::none();
   const nb::handle plan = signature.found_in(plans);
@@ -376,10 +379,10 @@ nb::object known_dispatch(nb::dict plans, nb::tuple given) {
 }
 
 // The same for LowLatencyCombines. A signature ends with the key of the state's form.
-nb::object known_combine(nb::dict plans, nb::tuple given, HandleState& state) {
+nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, HandleState& state) {
   const TensorAddress routes_at = state.place();
   if (!state.is_ready(routes_at)) return nb::none();
-  WholeCombine::Arguments arguments(std::move(given));
+  WholeCombine::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature) || !signature.add_option(state.key)) return nb::none();
   const nb::handle plan = signature.found_in(plans);
@@ -424,15 +427,15 @@ void bind_low_latency_whole(nb::module_& module) {
   nb::class_<WholeDispatch>(module, "LowLatencyDispatch")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object, nb::object, nb::object>(),
            nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("form"), nb::arg("seen").none())
-      .def("__call__", &WholeDispatch::call, nb::arg("given"), nb::arg("x_scales").none(),
-           nb::arg("filled").none());
+      .def("__call__", &WholeDispatch::call, nb::arg("tensors"), nb::arg("options"),
+           nb::arg("x_scales").none(), nb::arg("filled").none());
   module.def("known_low_latency_dispatch", &known_dispatch);
 
   nb::class_<WholeCombine>(module, "LowLatencyCombine")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object>(), nb::arg("calls"), nb::arg("setting"),
            nb::arg("make"))
-      .def("__call__", &WholeCombine::call, nb::arg("given"), nb::arg("state"), nb::arg("filled").none(),
-           nb::arg("signals").none());
+      .def("__call__", &WholeCombine::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
+           nb::arg("filled").none(), nb::arg("signals").none());
   module.def("known_low_latency_combine", &known_combine);
 }
 

@@ -44,9 +44,15 @@ bool Signature::add_tensor(nb::handle value, TensorAddress& address) {
     return false;
   address = TensorAddress::of(address_in(tensor));
   const bool is_aligned = address.value % kRowAlignmentBytes == 0;
-  return add(is_aligned ? 't' : 'u') && add(tensor.dtype.code) && add(tensor.dtype.bits) &&
-         add(tensor.device.device_type) && add(tensor.device.device_id) && add(tensor.ndim) &&
-         add(tensor.shape, sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
+  const uint8_t head[] = {static_cast<uint8_t>(is_aligned ? 't' : 'u'),
+                          tensor.dtype.code,
+                          tensor.dtype.bits,
+                          static_cast<uint8_t>(tensor.device.device_type),
+                          static_cast<uint8_t>(tensor.device.device_id),
+                          static_cast<uint8_t>(tensor.ndim)};
+  if (tensor.device.device_id < 0 || tensor.device.device_id > UINT8_MAX || tensor.ndim > UINT8_MAX)
+    return false;
+  return add(head, sizeof head) && add(tensor.shape, sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
 }
 
 bool Signature::add_option(nb::handle value) {
@@ -57,6 +63,11 @@ bool Signature::add_option(nb::handle value) {
     const bool fits = !PyErr_Occurred();
     PyErr_Clear();
     return fits && add('i') && add(number);
+  }
+  if (PyTuple_CheckExact(value.ptr())) {
+    for (nb::handle each : nb::borrow<nb::tuple>(value))
+      if (!add_option(each)) return false;
+    return add(')');
   }
   if (!PyBytes_CheckExact(value.ptr())) return false;
   const nb::bytes text = nb::borrow<nb::bytes>(value);

@@ -64,16 +64,18 @@ uint64_t number_of(nb::handle value) {
   return value.is_valid() ? PyLong_AsUnsignedLongLong(value.ptr()) : 0;
 }
 
-// Whether the storage holds all of a tensor: it may have been freed or cut under it.
+// Whether the storage holds all of a tensor: it may have been freed or cut under it. One of the tensor's own length is
+// taken for the whole of it: that it was cut to this very length, under a part of what it was, is not looked for.
 bool has_its_memory(nb::handle value, const nb::dlpack::dltensor& tensor) {
   static const nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));
   static const nb::object data_ptr = nb::steal(PyUnicode_InternFromString("data_ptr"));
   const nb::object storage = asked(value, untyped_storage);
   if (!storage.is_valid()) return false;
-  const Py_ssize_t held = PyObject_Size(storage.ptr());
-  if (held < 0) return false;
+  const Py_ssize_t length = PyObject_Size(storage.ptr());
+  const uint64_t held = length < 0 ? 0 : static_cast<uint64_t>(length), needed = bytes_of(tensor);
+  if (held <= needed) return held == needed;
   const uint64_t begin = number_of(asked(storage, data_ptr)), at = address_in(tensor);
-  return at >= begin && at + bytes_of(tensor) <= begin + static_cast<uint64_t>(held);
+  return at >= begin && at + needed <= begin + held;
 }
 
 // Whether reading a tensor negates what its memory holds. Such tensors are imaginary parts of conjugated ones, and so of

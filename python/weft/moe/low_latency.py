@@ -122,24 +122,31 @@ class LowLatencyCalls:
         """
         stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         tensors = (x, topk_idx, topk_weights, stats, costs)
+        most, experts = num_max_dispatch_tokens_per_rank, num_experts
         flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
-        sizes = (num_max_dispatch_tokens_per_rank, num_experts)
-        given = (*tensors, b"ll_dispatch", *sizes, *flags, async_finish, return_recv_hook)
-        wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
+        options = (b"ll_dispatch", most, experts, flags, async_finish, return_recv_hook)
         is_new = out_packed_recv_x is out_src_info is out_layout_range is out_count is None
         is_usual = is_new and x_global_scale is None and use_nvfp4 is False
         is_watched = profiler._is_profiler_enabled or spans.NVTX or are_modes_on()
         if is_usual and not is_watched:
-            results = known_low_latency_dispatch(self._contexts.plans, given)
+            results = known_low_latency_dispatch(self._contexts.plans, tensors, options)
             if results is not None:
                 return results
-        return self._dispatch_checked(given, x_global_scale, wanted)
+        wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
+        return self._dispatch_checked(tensors, options, x_global_scale, wanted)
 
     @outside_modes
-    def _dispatch_checked(self, given: tuple[Any, ...], x_global_scale: Any, wanted: Any) -> Any:
+    def _dispatch_checked(
+        self,
+        tensors: tuple[Any, ...],
+        options: tuple[Any, ...],
+        x_global_scale: Tensor | None,
+        wanted: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    ) -> Any:
         """Dispatch what is not known yet, or is to be looked at in every call."""
-        x, topk_idx, topk_weights, stats, costs, _, most, experts, *flags, async_finish, returns_hook = given
-        signature = signature_of(given[:5], *given[5:])
+        x, topk_idx, topk_weights, stats, costs = tensors
+        _, most, experts, flags, async_finish, returns_hook = options
+        signature = signature_of(tensors, *options)
         plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
@@ -154,7 +161,7 @@ class LowLatencyCalls:
         if any(tensor is not None for tensor in wanted):
             sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)
             filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.form, sent, wanted))
-        return spanned("low_latency_dispatch", plan, returns_hook)(given, scale, filled)
+        return spanned("low_latency_dispatch", plan, returns_hook)(tensors, options, scale, filled)
 
     def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
         local, device = (plan.sizes.local_experts,), plan.context.device
@@ -248,30 +255,39 @@ class LowLatencyCalls:
         whose own signals stay away, naming the expert.
         """
         tensors = (x, topk_idx, topk_weights, combine_wait_recv_cost_stats)
-        given = (*tensors, b"ll_combine", use_logfmt, exact, async_finish, return_recv_hook)
+        options = (b"ll_combine", use_logfmt, exact, async_finish, return_recv_hook)
         is_usual = zero_copy is False and overlap is False and out is None
         known = handle.state if type(handle) is LowLatencyHandle else None
         is_watched = profiler._is_profiler_enabled or spans.NVTX or are_modes_on()
         if is_usual and known is not None and not is_watched:
-            results: Combined | None = known_low_latency_combine(self._contexts.plans, given, known)
+            results: Combined | None = known_low_latency_combine(
+                self._contexts.plans, tensors, options, known
+            )
             if results is not None:
                 return results
         asked = (src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms)
         overlapped = (overlap, asked, packed_recv_count)
-        return self._combine_checked(given, handle, zero_copy, out, overlapped)
+        return self._combine_checked(tensors, options, handle, zero_copy, out, overlapped)
 
     @outside_modes
     def _combine_checked(
-        self, given: tuple[Any, ...], handle: Any, zero_copy: bool, out: Any, overlapped: Any
+        self,
+        tensors: tuple[Any, ...],
+        options: tuple[Any, ...],
+        handle: Any,
+        zero_copy: bool,
+        out: Tensor | None,
+        overlapped: tuple[bool, tuple[Any, ...], Tensor | None],
     ) -> Combined:
         """Combine what is not known yet, or is to be looked at in every call."""
-        x, topk_idx, topk_weights, costs, _, use_logfmt, exact, async_finish, returns_hook = given
+        x, topk_idx, topk_weights, costs = tensors
+        _, use_logfmt, exact, async_finish, returns_hook = options
         overlap, asked, packed_recv_count = overlapped
         known = handle.state if type(handle) is LowLatencyHandle else None
         state = known if known is not None and known.is_ready else self._check_ready(handle, x)
         signature: Hashable = b""  # of no call
         if zero_copy is False and overlap is False:
-            signature = signature_of(given[:4], *given[4:], state.form.key)
+            signature = signature_of(tensors, *options, state.form.key)
         plan: CombinePlan | None = self._contexts.plans.get(signature)
         rows, signals = x, NO_SIGNALS
         if plan is None:
@@ -306,7 +322,7 @@ class LowLatencyCalls:
             }
             arguments.check_apart({"out": out}, {**others, "combine_wait_recv_cost_stats": costs})
         call = spanned("low_latency_combine", plan, returns_hook)
-        results: Combined = call((rows, *given[1:]), state, out, signals.tensor)
+        results: Combined = call((rows, *tensors[1:]), options, state, out, signals.tensor)
         return results
 
     def _check_ready(self, handle: object, x: object) -> _core.LowLatencyHandleState:

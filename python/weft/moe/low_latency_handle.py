@@ -7,7 +7,8 @@ import functools
 import itertools
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +32,16 @@ unused_statuses: tuple[list[Tensor], list[Tensor]] = ([], [])  # not received, a
 def make_statuses(is_received: bool) -> None:
     """Add statuses of new handles to the unused ones. A tensor takes longer than all else of a handle."""
     first = next(_blocks) * _MADE_AT_ONCE
-    words = [word for i in range(_MADE_AT_ONCE) for word in (int(is_received), first + i)]
+    words = array("q", [int(is_received)]) * (2 * _MADE_AT_ONCE)
+    words[1::2] = array("q", range(first, first + _MADE_AT_ONCE))
     with torch.inference_mode(False):  # autograd may save them in a later call
         together = _kept_words(words)
         unused_statuses[is_received].extend(parts_of(together, 2, _MADE_AT_ONCE))
 
 
-def _kept_words(words: Sequence[int]) -> Tensor:
-    """Return i64[len(words)] on the CPU that nobody can free or resize under others who share its memory."""
-    return torch.frombuffer(bytearray(struct.pack(f"={len(words)}q", *words)), dtype=torch.int64)
+def _kept_words(words: array[int]) -> Tensor:
+    """Return them as i64[len(words)] on the CPU that nobody can free or resize under others who share its memory."""
+    return torch.frombuffer(words, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class LowLatencyForm:
     def facts(self) -> Tensor:
         """What a handle carries of it, i64[8] on the CPU."""
         with torch.inference_mode(False):  # autograd may save them in a later call
-            return _kept_words((_KIND, *self.numbers))
+            return _kept_words(array("q", (_KIND, *self.numbers)))
 
     @functools.cached_property
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

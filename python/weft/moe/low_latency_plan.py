@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What low-latency calls of one signature have in common: it is checked and planned by the first of them, and kept.
 
-    given = (x, topk_idx, topk_weights, stats, costs, b"ll_dispatch", num_experts, ..., return_recv_hook)
-    results = known_low_latency_dispatch(contexts.plans, given)              # one trip into the core, or None
-    plan = contexts.keep(signature_of(given[:5], *given[5:]), DispatchPlan(context, sizes, form, ids, ...))
-    recv_x, counts, handle, event, hook = plan(given, None, None)
+    tensors = (x, topk_idx, topk_weights, stats, costs)
+    options = (b"ll_dispatch", num_experts, ..., async_finish, return_recv_hook)
+    results = known_low_latency_dispatch(contexts.plans, tensors, options)              # one trip into the core, or None
+    plan = contexts.keep(signature_of(tensors, *options), DispatchPlan(context, sizes, form, ids, ...))
+    recv_x, counts, handle, event, hook = plan(tensors, options, None, None)
 
 A signature holds everything but addresses that a check looks at, so a call whose signature is known has nothing left to
 be refused for but where its tensors are.
@@ -43,9 +44,9 @@ _OF_HANDLE = (5, 2)  # routes, and src_info behind them: no caller gets these bu
 class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
     """A dispatch's form: sizes, format, and what it fills. The core calls it, and makes the results.
 
-    plan(given, global scale or None, what to fill or None)
+    plan(tensors, options, global scale or None, what to fill or None)
 
-    given: x, topk_idx, topk_weights, stats, costs, then all that the form follows from, async_finish, return_recv_hook.
+    tensors: x, topk_idx, topk_weights, stats, costs. options: the last two are async_finish and return_recv_hook.
     Raises: weft.Error where sizes do not fit the buffer.
     """
 
@@ -107,9 +108,9 @@ class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
 class CombinePlan(_core.LowLatencyCombine):  # type: ignore[misc]
     """A combine's form. The core calls it, and makes the results.
 
-    plan(given, state of the handle, out or None, signals)
+    plan(tensors, options, state of the handle, out or None, signals)
 
-    given: x, topk_idx, topk_weights, costs, then all that the form follows from, async_finish, return_recv_hook.
+    tensors: x, topk_idx, topk_weights, costs. options: as for a dispatch.
     Raises: weft.Error where sizes do not fit the buffer.
     """
 
@@ -146,8 +147,8 @@ def _setting(context: DeviceContext) -> Any:
 
 def _finish(context: DeviceContext, used: tuple[Any, ...]) -> EventOverlap:
     """Return the event of a call with async_finish, which keeps its tensors alive: what was given, and the results."""
-    given, *results = used
-    flat = tuple(entry for entry in (*given, *results) if isinstance(entry, Tensor))
+    tensors, *results = used
+    flat = tuple(entry for entry in (*tensors, *results) if isinstance(entry, Tensor))
     event = context.finish(True, flat)
     event.extra_tensors = flat
     return event

@@ -34,11 +34,17 @@ def plain_address_by_python(value: object) -> int:
 def signature_by_python(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Hashable:
     try:
         forms = _plain_forms(tensors)
-        signature = (forms, *((type(option), option) for option in options))
+        signature = (forms, *_typed(options))
         hash(signature)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # of what only looks like a tensor
         return ()
     return signature if forms else ()
+
+
+def _typed(options: tuple[object, ...]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple, _typed(option)) if type(option) is tuple else (type(option), option) for option in options
+    )
 
 
 def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> Hashable:
@@ -66,12 +72,12 @@ _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_T
 # tensor may be conjugated, which its memory does not show; it is the caller's to look.
 plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
 # (tensors, *options) -> a call's signature: type, shape and device of each tensor, whether it begins where rows may,
-# and which are None; and the options: bytes, numbers, True, False or None. It is empty where a tensor is not plain, or
+# and which are None; and the options: bytes, numbers, True, False, None or tuples of such. It is empty where a tensor is not plain, or
 # an option is something else: then the call has to be checked.
 signature_of: Callable[..., Hashable] = _core.signature_of if _core_reads else signature_by_python
-# (plans, given) -> what such a dispatch returns; None for one that is to be checked. See moe/low_latency_plan.py.
+# (plans, tensors, options) -> what such a dispatch returns; None for one that is to be checked: moe/low_latency_plan.py
 known_low_latency_dispatch: Callable[..., Any] = _core.known_low_latency_dispatch if _core_reads else _unknown
-# (plans, given, state of the handle) -> the same of a combine
+# (plans, tensors, options, state of the handle) -> the same of a combine
 known_low_latency_combine: Callable[..., Any] = _core.known_low_latency_combine if _core_reads else _unknown
 # (*values) -> where they begin: the same bytes as before, unless one has moved or lost its memory.
 addresses: Callable[..., bytes] = _core.addresses

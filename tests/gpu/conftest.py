@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on real GPUs, one rank each; skipped with a reason where there are fewer than two."""
+"""Tests on real GPUs, one rank each; skipped with a reason where there are fewer than two.
+
+``@pytest.mark.one_gpu`` marks those that one GPU can run, too, with one rank.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import pytest
 from gpu_ranks import num_ranks_here
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_gpu: one GPU is enough, for one rank")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip every test of this folder where the machine has fewer than two GPUs."""
-    if num_ranks_here() >= 2:
-        return
-    reason = f"needs 2 or more GPUs, this machine has {num_ranks_here()}"
+    """Skip every test of this folder that the machine has too few GPUs for."""
+    here = num_ranks_here()
     for item in items:
-        if "tests/gpu" in str(
-            item.path
-        ):  # before the marks of the test itself: this is the reason that counts
+        needed = 1 if item.get_closest_marker("one_gpu") else 2
+        if here < needed and "tests/gpu" in str(item.path):
+            reason = f"needs {needed} or more GPUs, this machine has {here}"
+            # Before the marks of the test itself: this is the reason that counts.
             item.add_marker(pytest.mark.skipif(True, reason=reason), append=False)

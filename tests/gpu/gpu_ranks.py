@@ -24,6 +24,11 @@ def num_ranks_here() -> int:
     return int(torch.cuda.device_count()) * int(os.environ.get("RANKS_PER_GPU", "1"))
 
 
+def rank_counts() -> list[int]:
+    """Return with how many ranks a test is to run: two, where there are GPUs for them, and all that there are."""
+    return sorted({min(2, num_ranks_here()), num_ranks_here()})
+
+
 @cache
 def why_no_ports(transport: str) -> str:
     """Return why a library's transport has no ports on a GPU here; asked of another process, since ranks are forked."""

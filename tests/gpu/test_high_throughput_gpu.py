@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_ranks import num_ranks_here, run_on_gpus
+from gpu_ranks import rank_counts, run_on_gpus
 
 import weft
 from weft.testing import oracle
@@ -72,9 +72,10 @@ def _check_shape(rank: Rank, tokens: int, hidden: int, top_k: int, per_rank: int
         assert int((combined_weights[~chosen] != 0).sum()) == 0
 
 
+@pytest.mark.one_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_go_out_and_come_back(shape: tuple[int, int, int, int]) -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_shape, *shape)
 
 
@@ -116,8 +117,9 @@ def _check_graph(rank: Rank) -> None:
         assert torch.equal(combined.cpu(), (every[rank.rank][0].float() * copies).bfloat16())
 
 
+@pytest.mark.one_gpu
 def test_a_captured_graph_replays_with_new_routes() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_graph)
 
 

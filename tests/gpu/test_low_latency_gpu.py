@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import num_ranks_here, run_on_gpus
+from gpu_ranks import num_ranks_here, rank_counts, run_on_gpus
 from low_latency_blocks import BLOCK_CASES, BLOCK_TOKENS, check_blocks
 
 import weft
@@ -124,9 +124,10 @@ def _check_shape(rank: Rank, shape: tuple[int, int, int, int]) -> None:
         _round_trip(buffer, case, rank.rank, most_tokens, "bf16", False, **options)
 
 
+@pytest.mark.one_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_go_out_and_come_back(shape: tuple[int, int, int, int]) -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_shape, shape)
 
 
@@ -138,8 +139,9 @@ def _check_blocks(rank: Rank) -> None:
             check_blocks(buffer, rank, case, form, exponents, with_output, "cuda")
 
 
+@pytest.mark.one_gpu
 def test_block_formats_match_the_oracle_byte_for_byte() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_blocks)
 
 
@@ -211,8 +213,9 @@ def _check_graph(rank: Rank) -> None:
         assert calc_diff(combined.cpu(), _expected(case, me, "bf16")) < 1e-5
 
 
+@pytest.mark.one_gpu
 def test_a_captured_graph_replays_with_new_routes() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_graph)
 
 
@@ -238,8 +241,9 @@ def _check_mixed_forms(rank: Rank) -> None:
             assert off < (9e-4 if "use_logfmt" in options else 1e-4), (turn, tokens, options, off)
 
 
+@pytest.mark.one_gpu
 def test_lines_are_whole_where_other_forms_take_turns_with_them() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_mixed_forms)
 
 
@@ -281,8 +285,9 @@ def _check_both_modes(rank: Rank) -> None:
     assert isinstance(buffer.get_comm_stream(), torch.cuda.Stream)
 
 
+@pytest.mark.one_gpu
 def test_one_buffer_serves_both_modes() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_both_modes)
 
 
@@ -339,8 +344,9 @@ def _check_masks(rank: Rank) -> None:
     assert status.tolist() == [0] * rank.size
 
 
+@pytest.mark.one_gpu
 def test_a_masked_rank_is_left_out() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_masks)
 
 
@@ -377,8 +383,9 @@ def _come_back(rank: Rank) -> str:
     return said
 
 
+@pytest.mark.one_gpu
 def test_a_masked_rank_that_comes_back_is_told_so() -> None:
-    for num_ranks in sorted({2, num_ranks_here()}):
+    for num_ranks in rank_counts():
         said = run_on_gpus(num_ranks, _come_back)[-1]
         assert f"rank {num_ranks - 1} (this rank) was given up by rank 0 (pid " in said
 

@@ -3,7 +3,7 @@
 
     tensors = (x, topk_idx, topk_weights, stats, costs)
     options = (b"ll_dispatch", num_experts, ..., async_finish, return_recv_hook)
-    results = known_low_latency_dispatch(contexts.plans, tensors, options)              # one trip into the core, or None
+    results = known_low_latency_dispatch(contexts.plans, tensors, options)    # one trip into the core, or None
     plan = contexts.keep(signature_of(tensors, *options), DispatchPlan(context, sizes, form, ids, ...))
     recv_x, counts, handle, event, hook = plan(tensors, options, None, None)
 

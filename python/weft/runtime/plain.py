@@ -72,8 +72,8 @@ _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_T
 # tensor may be conjugated, which its memory does not show; it is the caller's to look.
 plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
 # (tensors, *options) -> a call's signature: type, shape and device of each tensor, whether it begins where rows may,
-# and which are None; and the options: bytes, numbers, True, False, None or tuples of such. It is empty where a tensor is not plain, or
-# an option is something else: then the call has to be checked.
+# and which are None; and the options: bytes, numbers, True, False, None or tuples of such. Empty where a tensor is
+# not plain, or an option is something else: then the call has to be checked.
 signature_of: Callable[..., Hashable] = _core.signature_of if _core_reads else signature_by_python
 # (plans, tensors, options) -> what such a dispatch returns; None for one that is to be checked: moe/low_latency_plan.py
 known_low_latency_dispatch: Callable[..., Any] = _core.known_low_latency_dispatch if _core_reads else _unknown

@@ -302,6 +302,20 @@ class DeviceContext(RuntimeFacts):
         """The order of a call between begin() and finish(), which have seen to that."""
         return self.stream, self.current_stream, False, False
 
+    def begin_beside(self, is_beside: bool, previous: EventHandle | None) -> AbstractContextManager[Any]:
+        """Begin a call on the communication stream, or, without ``is_beside``, as one of the current stream's.
+
+        Returns a context in which all of it goes there: order_beside() and what is torch's own. Then end_beside().
+        """
+        if not is_beside:
+            return nullcontext()
+        self.begin(previous)
+        return self.on_comm_stream()
+
+    def order_beside(self, is_beside: bool) -> Order:
+        """Return how the core is to order a call that begin_beside() began."""
+        return self.as_ordered if is_beside else self.order(None, False)
+
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
         if not self.is_cuda:

@@ -35,11 +35,13 @@ from weft.moe.elastic_engram import EngramReads
 from weft.moe.elastic_facts import ElasticFacts
 from weft.moe.elastic_handle import EPHandle, check_fields
 from weft.moe.elastic_ring import RingMessages
+from weft.moe.elastic_rows import RepeatPlan, RoutesPlan
 from weft.moe.elastic_sessions import GatherSessions
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
-from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
-from weft.moe.high_throughput import Payload, Rows
+from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
+from weft.moe.high_throughput import CombinePlan, Payload, parts_of
 from weft.runtime.modes import outside_modes
+from weft.runtime.plain import signature_of
 
 _LEAST_TIMEOUT_S = 1e-3
 
@@ -223,74 +225,121 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E; on the CPU also on a
             rank that gets rows with weights and gave none, or the other way round.
         """
-        context = self._contexts.of("x", x)
-        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
+        sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
+        flags = (
+            *(async_with_compute_stream, allocate_on_comm_stream, do_handle_copy, do_cpu_sync, do_expand),
+            *(do_zero_padding, use_tma_aligned_col_major_sf),
+        )
+        ids: Any = topk_idx
+        weights, stats = topk_weights, cumulative_local_expert_recv_stats
+        data, scales = parts = parts_of(x)
+        options = (isinstance(x, Tensor), *sizes, num_sms, num_qps, flags)
+        plans = self._contexts.plans
+        plan: RoutesPlan | RepeatPlan | None
+        if handle is None:
+            signature = signature_of((*parts, ids, weights, stats), b"elastic", *options)
+            plan = plans.get(signature)
+            if plan is None:
+                plan = self._plan_new_routes(x, ids, weights, stats, sizes, num_sms, num_qps, flags)
+                self._contexts.keep(signature, plan)
+            if not plan.context.is_cuda:
+                self._check_ids(ids, plan.wanted)
+        else:
+            signature = signature_of((*parts, weights, ids, stats), b"elastic, handle", *options)
+            plan = plans.get(signature)
+            if plan is None:
+                plan = self._plan_repeat(x, ids, stats, num_sms, num_qps, flags)
+                self._contexts.keep(signature, plan)
+            self._check_repeat(handle, plan, data, weights, sizes)
+        context = plan.context
+        if context.is_cuda:
+            arguments.check_deterministic_fill(context.device)
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        arguments.check_deterministic_fill(context.device)
-        check_flags(
-            async_with_compute_stream=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-            do_handle_copy=do_handle_copy,
-            do_cpu_sync=do_cpu_sync,
-            do_expand=do_expand,
-            do_zero_padding=do_zero_padding,
-            use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
-        )
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
-        check_whole("num_qps", num_qps, 0)
-        if handle is not None:
-            self._check_repeat(handle, context, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)
-            _check_same(
-                handle,
-                num_experts=num_experts,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                expert_alignment=expert_alignment,
-            )
-            weights = self._check_weights(topk_weights, handle.topk_idx)
-            ids = handle.topk_idx if weights is not None else None
-            rows = Rows(data, scales, ids, weights, True)
-            if context.lacks_room_for(handle.state):
-                context.make_room_for(handle.state, rows.format, handle.state.num_rows)
-            context.begin(previous)
-            received = high_throughput.repeat(context, rows, handle.state, sms, context.as_ordered)
-        else:
-            ids, experts = self._check_routes(topk_idx, data, num_experts, do_expand)
-            weights = self._check_weights(topk_weights, ids)
-            most = self._check_max_tokens(num_max_tokens_per_rank, data.size(0))
-            alignment = check_whole(
-                "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
-            )
-            stats = self._check_stats(cumulative_local_expert_recv_stats, experts, context)
-            sent = elastic_rows.no_weights(ids) if weights is None else weights
-            at_owner = not self.allow_multiple_reduction and (do_expand or context.has_sums_of_nodes)
-            rows = Rows(data, scales, ids, sent, True, ids.size(1) if at_owner else 1)
-            wanted = elastic_rows.Wanted(
-                experts,
-                most,
-                alignment,
-                sms,
-                do_expand,
-                at_owner,
-                do_handle_copy,
-                do_cpu_sync is not None and not do_cpu_sync,
-            )
-            context.begin(previous)
-            received, handle = elastic_rows.first_dispatch(context, rows, wanted)
-            elastic_rows.check_weights_alike(received, handle, weights is not None, self.rank_idx)
-            if stats is not None:
-                with context.on_comm_stream():
-                    stats += handle.num_unaligned_recv_tokens_per_expert
-        context.order_after(before_epilogue)
-        with context.on_comm_stream():
+        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
+        with context.begin_beside(is_beside, previous):
+            order, has_weights = context.order_beside(is_beside), weights is not None
+            if isinstance(plan, RoutesPlan):
+                received, used = plan.run(data, scales, ids, weights, order)
+                elastic_rows.check_weights_alike(received, used, has_weights, self.rank_idx)
+                if stats is not None:
+                    stats += used.num_unaligned_recv_tokens_per_expert
+            else:
+                assert handle is not None
+                received, used = plan.run(data, scales, weights, handle, order), handle
+            context.order_after(before_epilogue)
             outputs = elastic_rows.outputs(
-                received, handle, weights is not None, do_zero_padding, use_tma_aligned_col_major_sf
+                received, used, has_weights, do_zero_padding, use_tma_aligned_col_major_sf
             )
             del received
-        event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, handle.topk_idx))
+        if not is_beside:
+            return (*outputs, used, finished_event())
+        event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, used.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
-        context.hand_over([*data_out, *outputs[1:]])
-        return (*outputs, handle, event)
+        made = (
+            [] if isinstance(plan, RepeatPlan) else [v for v in vars(used).values() if isinstance(v, Tensor)]
+        )
+        context.hand_over([*data_out, *outputs[1:], *made])
+        return (*outputs, used, event)
+
+    def _plan_new_routes(
+        self,
+        x: Payload,
+        topk_idx: object,
+        topk_weights: object,
+        stats: object,
+        sizes: tuple[Any, Any, Any],
+        num_sms: object,
+        num_qps: object,
+        flags: tuple[Any, ...],
+    ) -> RoutesPlan:
+        """Check what the dispatches of one signature share, and plan them."""
+        context = self._contexts.of("x", x)
+        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
+        _check_flags(flags)
+        _, _, do_handle_copy, do_cpu_sync, do_expand, *_ = flags
+        num_experts, max_tokens, expert_alignment = sizes
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
+        check_whole("num_qps", num_qps, 0)
+        most = arguments.MAX_EXPERTS_PER_RANK * self.num_ranks
+        experts = check_whole("num_experts", num_experts, 1, most)
+        ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
+        weights = self._check_weights(topk_weights, ids)
+        self._check_stats(stats, experts, context)
+        at_owner = not self.allow_multiple_reduction and (do_expand or context.has_sums_of_nodes)
+        wanted = elastic_rows.Wanted(
+            num_experts=experts,
+            num_max_tokens=self._check_max_tokens(max_tokens, data.size(0)),
+            alignment=check_whole(
+                "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
+            ),
+            num_sms=sms,
+            do_expand=bool(do_expand),
+            sums_at_owner=bool(at_owner),
+            do_handle_copy=bool(do_handle_copy),
+            counts_unknown=do_cpu_sync is not None and not do_cpu_sync,
+        )
+        return RoutesPlan(context, data, scales, ids, weights, wanted)
+
+    def _plan_repeat(
+        self,
+        x: Payload,
+        topk_idx: object,
+        stats: object,
+        num_sms: object,
+        num_qps: object,
+        flags: tuple[Any, ...],
+    ) -> RepeatPlan:
+        """Check what the dispatches of one signature share that are given a handle."""
+        context = self._contexts.of("x", x)
+        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
+        _check_flags(flags)
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
+        check_whole("num_qps", num_qps, 0)
+        for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
+            if value is not None:
+                raise invalid(argument, arguments.describe(value), "None with a handle")
+        return RepeatPlan(context, data, scales, sms, bool(flags[4]))
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -323,12 +372,16 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             their right-most slots, are added in ascending order, one rounding.
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        context = self._contexts.of("x", x)
+        plan: CombinePlan | None = self._contexts.plans.get(signature_of((x,), b"combine"))
+        context = self._contexts.of("x", x) if plan is None else plan.context
         state = context.check_handle(handle, EPHandle, "dispatch")
         check_fields(handle, context.device)
         num_rows = handle.num_expanded_tokens if handle.do_expand else state.num_rows
-        x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
-        biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
+        if plan is None or plan.num_rows != num_rows:
+            x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
+        biases: tuple[Tensor, ...] = ()
+        if bias is not None:
+            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
         if topk_weights is not None:
             if handle.sums_at_owner and handle.do_expand:
                 raise invalid("topk_weights", "weights", "None, as allow_multiple_reduction is False")
@@ -342,53 +395,60 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         )
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
         check_whole("num_qps", num_qps, 0)
-        arguments.check_deterministic_fill(context.device)
+        if context.is_cuda:
+            arguments.check_deterministic_fill(context.device)
         if context.lacks_room_for(state):
             top_k = handle.topk_idx.size(1)
             slots = top_k if handle.sums_at_owner else 1
             row_format = high_throughput.combined_format(x, 0 if topk_weights is None else top_k, slots)
             context.make_room_for(state, row_format, 0)
-        context.begin(previous)
-        combined, weights = elastic_rows.combine(
-            context, x, topk_weights, biases, handle, before_epilogue, sms
-        )
+        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
+        with context.begin_beside(is_beside, previous):
+            combined, weights = elastic_rows.combine(
+                context, self._combine_plan, x, topk_weights, biases, handle, before_epilogue, sms, is_beside
+            )
+        if not is_beside:
+            return combined, weights, finished_event()
         event = context.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
         context.hand_over([combined, weights])
         return combined, weights, event
+
+    def _combine_plan(self, rows: Tensor) -> CombinePlan:
+        """Return the plan of combines of such rows, bf16 and checked, or made here."""
+        signature = signature_of((rows,), b"combine")
+        plan: CombinePlan | None = self._contexts.plans.get(signature)
+        return plan or self._contexts.keep(signature, CombinePlan(self._contexts.of("x", rows), rows))
 
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _check_repeat(
         self,
         handle: EPHandle,
-        context: DeviceContext,
+        plan: RepeatPlan,
         data: Tensor,
-        topk_idx: object,
-        stats: object,
-        do_expand: bool,
+        topk_weights: object,
+        sizes: tuple[Any, Any, Any],
     ) -> None:
+        context = plan.context
         context.check_handle(handle, EPHandle, "dispatch")
         check_fields(handle, context.device)
-        for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
-            if value is not None:
-                raise invalid(argument, arguments.describe(value), "None with a handle")
-        if do_expand != handle.do_expand:
-            raise invalid("do_expand", do_expand, f"{handle.do_expand}, as in the handle's dispatch")
+        if plan.do_expand != handle.do_expand:
+            raise invalid("do_expand", plan.do_expand, f"{handle.do_expand}, as in the handle's dispatch")
         if data.size(0) != handle.state.num_tokens:
             raise invalid(
                 "x", arguments.describe(data), f"the {handle.state.num_tokens} rows of the dispatch"
             )
+        names = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
+        for argument, value in zip(names, sizes, strict=True):
+            if value is not None and check_whole(argument, value, 0) != getattr(handle, argument):
+                held = getattr(handle, argument)
+                raise invalid(argument, value, f"{held}, as in the handle's dispatch")
+        self._check_weights(topk_weights, handle.topk_idx)
 
-    def _check_routes(
-        self, topk_idx: object, data: Tensor, num_experts: object, do_expand: bool
-    ) -> tuple[Tensor, int]:
-        most = arguments.MAX_EXPERTS_PER_RANK * self.num_ranks
-        experts = check_whole("num_experts", num_experts, 1, most)
-        ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
-        arguments.check_expert_ids(ids, experts)
-        if do_expand:
-            arguments.check_distinct_experts(ids)
-        return ids, experts
+    def _check_ids(self, topk_idx: Any, wanted: elastic_rows.Wanted) -> None:
+        arguments.check_expert_ids(topk_idx, wanted.num_experts)
+        if wanted.do_expand:
+            arguments.check_distinct_experts(topk_idx)
 
     def _check_weights(self, topk_weights: object, ids: Tensor) -> Tensor | None:
         if topk_weights is None:
@@ -414,9 +474,15 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         return arguments.check_tensor(name, stats, (local,), (torch.int32,), context.device)
 
 
-def _check_same(handle: EPHandle, **sizes: object) -> None:
-    """Refuse sizes that a cached dispatch is given otherwise than its handle has them; None is as there."""
-    for argument, value in sizes.items():
-        held = getattr(handle, argument)
-        if value is not None and check_whole(argument, value, 0) != held:
-            raise invalid(argument, value, f"{held}, as in the handle's dispatch")
+def _check_flags(flags: tuple[Any, ...]) -> None:
+    names = (
+        *(
+            "async_with_compute_stream",
+            "allocate_on_comm_stream",
+            "do_handle_copy",
+            "do_cpu_sync",
+            "do_expand",
+        ),
+        *("do_zero_padding", "use_tma_aligned_col_major_sf"),
+    )
+    check_flags(**dict(zip(names, flags, strict=True)))

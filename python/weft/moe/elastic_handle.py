@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +14,9 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_SMS, check_whole
-from weft.moe.elastic_layout import Expansion, ExpertCounts
+from weft.moe.elastic_layout import Expansion, ExpertCounts, count_experts
 from weft.moe.handle import DispatchState
+from weft.runtime.streams import current_stream
 
 
 @dataclass(repr=False)
@@ -33,8 +37,12 @@ class EPHandle:
             right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
         dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
         token_metadata_at_forward, channel_linked_list: None; what forwarding between nodes keeps is in state.
-        state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
-            every slot's row, to be summed at the token's rank.
+        state, expansion, recv_topk_idx, sums_at_owner, late: of Weft's own calls; sums_at_owner says that combine brings
+            back every slot's row, to be summed at the token's rank.
+
+    The five from psum_num_recv_tokens_per_scaleup_rank to dst_buffer_slot_idx are worked out when they are first asked for,
+    on the stream of the dispatch, which the current stream then waits for; in a CUDA graph at once. So the last of them
+    reads topk_idx only then.
 
     Fields can be set; calls refuse what does not fit the dispatch. A handle belongs to its dispatch, and serves every
     buffer of the same ranks on the same devices.
@@ -49,17 +57,26 @@ class EPHandle:
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: Tensor
-    psum_num_recv_tokens_per_expert: Tensor
-    num_unaligned_recv_tokens_per_expert: Tensor
-    recv_src_metadata: Tensor
-    dst_buffer_slot_idx: Tensor
+    psum_num_recv_tokens_per_scaleup_rank: Tensor = field(init=False)
+    psum_num_recv_tokens_per_expert: Tensor = field(init=False)
+    num_unaligned_recv_tokens_per_expert: Tensor = field(init=False)
+    recv_src_metadata: Tensor = field(init=False)
+    dst_buffer_slot_idx: Tensor = field(init=False)
     state: DispatchState
     expansion: Expansion | None
     recv_topk_idx: Tensor
     sums_at_owner: bool
+    late: LateFields
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Work out a field that nobody has asked for."""
+        if name not in LATE_FIELDS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self.late.get(name)
+        setattr(self, name, value)
+        return value
 
     def __repr__(self) -> str:
         tokens, top_k = self.topk_idx.shape
@@ -72,6 +89,57 @@ class EPHandle:
 
     def deterministic_sort(self) -> None:
         """Do nothing: rows always come in ascending order of source rank and token."""
+
+
+@dataclass(frozen=True)
+class LateFields:
+    """What the fields of a handle follow from that calls themselves do not need: some 40 small kernels.
+
+    stream: the dispatch's, which they are made on; 0 on the CPU.
+    """
+
+    state: DispatchState
+    rank: int
+    topk_idx: Tensor
+    recv_topk_idx: Tensor
+    expansion: Expansion | None
+    num_experts: tuple[int, int]  # of a rank, and of this one
+    alignment: int
+    max_tokens: int
+    scaleup_places: Tensor
+    num_places: int
+    stream: int
+
+    @functools.cached_property
+    def counts(self) -> ExpertCounts:
+        """The slots of each expert of this rank."""
+        return count_experts(self.recv_topk_idx, self.num_experts[1], self.alignment)
+
+    def get(self, name: str) -> Tensor:
+        """Return a field, ready for the current stream."""
+        device = self.recv_topk_idx.device
+        make = LATE_FIELDS[name]
+        if device.type != "cuda" or current_stream(device.index) == self.stream:
+            return make(self)
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device)) as _:
+            value = make(self)
+            made_on = torch.cuda.current_stream(device)
+        torch.cuda.current_stream(device).wait_stream(made_on)
+        value.record_stream(torch.cuda.current_stream(device))
+        return value
+
+
+LATE_FIELDS: dict[str, Callable[[LateFields], Tensor]] = {
+    "psum_num_recv_tokens_per_scaleup_rank": lambda of: scaleup_psum(
+        of.state.prefix[:, of.rank], of.scaleup_places, of.num_places
+    ),
+    "psum_num_recv_tokens_per_expert": lambda of: expert_psum(of.counts, of.expansion is not None),
+    "num_unaligned_recv_tokens_per_expert": lambda of: of.counts.slots,
+    "recv_src_metadata": lambda of: source_metadata(
+        of.state, of.rank, of.recv_topk_idx, of.expansion, of.max_tokens
+    ),
+    "dst_buffer_slot_idx": lambda of: destination_slots(of.topk_idx, of.state.send_row, of.num_experts[0]),
+}
 
 
 def check_fields(handle: EPHandle, device: torch.device) -> None:

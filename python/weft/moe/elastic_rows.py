@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What elastic dispatch and combine do once their arguments are checked: rows to their layout, and back.
 
-Work goes to the context's communication stream; nothing here waits for a GPU.
+Work goes to the current stream; nothing here waits for a GPU, but for counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +17,13 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import elastic_layout, high_throughput
 from weft.moe.config import align, ceil_div, local_experts
-from weft.moe.device_context import DeviceContext
-from weft.moe.elastic_handle import (
-    EPHandle,
-    destination_slots,
-    expert_psum,
-    right_most_slots,
-    scaleup_psum,
-    source_metadata,
-)
-from weft.moe.elastic_layout import Expansion, ExpertCounts
+from weft.moe.device_context import DeviceContext, Order
+from weft.moe.elastic_handle import LATE_FIELDS, EPHandle, LateFields, right_most_slots
+from weft.moe.elastic_layout import Expansion
 from weft.moe.events import EventHandle
-from weft.moe.high_throughput import Layout, Payload, Rows
+from weft.moe.handle import DispatchState
+from weft.moe.high_throughput import CombinePlan, Payload, Rows
+from weft.runtime.allocation import tensor_form
 
 _NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
 
@@ -45,63 +42,125 @@ class Wanted:
     counts_unknown: bool
 
 
-def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[Any, EPHandle]:
-    """Send rows along new routes. Returns what came, one row per (token, rank), and the handle."""
-    assert rows.topk_idx is not None
-    ids, ranks, rank = rows.topk_idx, int(context.communicator.size), int(context.communicator.rank)
-    num_tokens, top_k = ids.shape
-    with context.on_comm_stream():
-        layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
-        sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
-        counted = Layout._make(layout.run(ids, context.stream, sum_place))
-        worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
-        plan = high_throughput.DispatchPlan(
-            context, rows, wanted.num_experts, is_ordered=True, worst_rows=worst
+class RoutesPlan:
+    """What dispatches along new routes share that have arguments of one signature.
+
+    received, handle = plan.run(data, scales, ids, weights, order)
+    """
+
+    def __init__(
+        self,
+        context: DeviceContext,
+        data: Tensor,
+        scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor | None,
+        wanted: Wanted,
+    ) -> None:
+        """Plan for tensors like these."""
+        ranks = int(context.communicator.size)
+        self._combine_rows = ids.size(1) if wanted.sums_at_owner else 1
+        sent = no_weights(ids) if weights is None else weights
+        rows = Rows(data, scales, ids, sent, True, self._combine_rows)
+        self.context, self.wanted, self._format = context, wanted, rows.format
+        self._worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
+        self._layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
+        self._new_sum_place = context.allocator(tensor_form((ids.size(0), ranks), torch.int32))
+        self._dispatch = high_throughput.DispatchPlan(
+            context, rows, wanted.num_experts, is_ordered=True, worst_rows=self._worst
         )
-        received, state, slots = plan.run(
-            rows,
-            counted.is_token_in_rank,
-            counted.slots_per_expert,
-            wanted.num_sms,
-            context.as_ordered,
-            sum_place,
-            wanted.num_max_tokens,
+
+    def run(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor | None,
+        order: Order,
+    ) -> tuple[Any, EPHandle]:
+        """Send rows. Returns what came, one row per (token, rank), and the handle."""
+        wanted, stream = self.wanted, self.context.current_stream
+        sent = no_weights(ids) if weights is None else weights
+        rows = Rows(data, scales, ids, sent, True, self._combine_rows, known_format=self._format)
+        (sum_place,) = self._new_sum_place()
+        _, per_expert, in_rank = self._layout.run(ids, stream, sum_place)
+        received, state, slots = self._dispatch.run(
+            *(rows, in_rank, per_expert, wanted.num_sms, order, sum_place, wanted.num_max_tokens)
         )
-        recv_idx = received.ids()
-        assert recv_idx is not None
+        return received, self._handle(ids, received, state, slots, stream)
+
+    def _handle(
+        self, ids: Tensor, received: Any, state: DispatchState, slots: list[int], stream: int
+    ) -> EPHandle:
+        context, wanted = self.context, self.wanted
+        ranks, rank = int(context.communicator.size), int(context.communicator.rank)
         num_local = local_experts(wanted.num_experts, ranks, rank)
-        experts: ExpertCounts = elastic_layout.count_experts(recv_idx, num_local, wanted.alignment)
+        recv_idx: Tensor = received.ids()
+        topk_idx = ids.clone() if wanted.do_handle_copy else ids
         aligned = [align(count, wanted.alignment) for count in slots]
+        late = LateFields(
+            state=state,
+            rank=rank,
+            topk_idx=topk_idx,
+            recv_topk_idx=recv_idx,
+            expansion=None,
+            num_experts=(ceil_div(wanted.num_experts, ranks), num_local),
+            alignment=wanted.alignment,
+            max_tokens=wanted.num_max_tokens,
+            scaleup_places=context.scaleup_places,
+            num_places=context.logical.local,
+            stream=stream,
+        )
         expansion: Expansion | None = None
         if wanted.do_expand:
-            most = elastic_layout.most_expanded_rows(worst, top_k, num_local, wanted.alignment)
-            expansion = elastic_layout.expand(
-                recv_idx, experts, most if wanted.counts_unknown else sum(aligned)
-            )
+            most = elastic_layout.most_expanded_rows(self._worst, ids.size(1), num_local, wanted.alignment)
+            num_rows = most if wanted.counts_unknown else sum(aligned)
+            expansion = elastic_layout.expand(recv_idx, late.counts, num_rows)
+            late = dataclasses.replace(late, expansion=expansion)
         handle = EPHandle(
             do_expand=wanted.do_expand,
             num_experts=wanted.num_experts,
             expert_alignment=wanted.alignment,
             num_max_tokens_per_rank=wanted.num_max_tokens,
             num_sms=wanted.num_sms,
-            topk_idx=ids.clone() if wanted.do_handle_copy else ids,
+            topk_idx=topk_idx,
             num_recv_tokens=state.num_rows,
             num_expanded_tokens=expansion.slot_of_row.size(0) if expansion else 0,
             num_recv_tokens_per_expert_list=[] if wanted.counts_unknown else aligned,
-            psum_num_recv_tokens_per_scaleup_rank=scaleup_psum(
-                state.prefix[:, rank], context.scaleup_places, context.logical.local
-            ),
-            psum_num_recv_tokens_per_expert=expert_psum(experts, wanted.do_expand),
-            num_unaligned_recv_tokens_per_expert=experts.slots,
-            recv_src_metadata=source_metadata(state, rank, recv_idx, expansion, wanted.num_max_tokens),
-            dst_buffer_slot_idx=destination_slots(ids, state.send_row, ceil_div(wanted.num_experts, ranks)),
             state=state,
             expansion=expansion,
             recv_topk_idx=recv_idx,
             sums_at_owner=wanted.sums_at_owner,
+            late=late,
         )
-    context.hand_over([value for value in vars(handle).values() if isinstance(value, Tensor)])
-    return received, handle
+        if wanted.counts_unknown and context.is_capturing:  # each replay brings others
+            for name in LATE_FIELDS:
+                getattr(handle, name)
+        return handle
+
+
+class RepeatPlan:
+    """What dispatches along routes of a handle share that have arguments of one signature.
+
+    received = plan.run(data, scales, weights, handle, order)
+    """
+
+    def __init__(
+        self, context: DeviceContext, data: Tensor, scales: Tensor | None, num_sms: int, do_expand: bool
+    ) -> None:
+        """Plan for tensors like these."""
+        self.context, self.do_expand = context, do_expand
+        self._num_sms = num_sms
+
+    def run(
+        self, data: Tensor, scales: Tensor | None, weights: Tensor | None, handle: EPHandle, order: Order
+    ) -> Any:
+        """Send rows. Returns what came."""
+        context, state = self.context, handle.state
+        rows = Rows(data, scales, None if weights is None else handle.topk_idx, weights, True)
+        if context.lacks_room_for(state):
+            context.make_room_for(state, rows.format, state.num_rows)
+        return high_throughput.repeat(context, rows, state, self._num_sms, order)
 
 
 def no_weights(topk_idx: Tensor) -> Tensor:
@@ -114,9 +173,9 @@ def check_weights_alike(received: Any, handle: EPHandle, has_weights: bool, rank
 
     Not looked at on CUDA, where it would stall the stream: NaN arrives in place of weights.
     """
-    weights, ends = received.weights(), handle.state.prefix[:, rank]
-    if weights is None or weights.is_cuda:
+    if handle.recv_topk_idx.is_cuda or (weights := received.weights()) is None:
         return
+    ends = handle.state.prefix[:, rank]
     came_with = weights[: int(ends[-1]), :1].view(torch.int32) != _NO_WEIGHT_BITS
     others = (came_with != has_weights).flatten().nonzero()
     if others.numel() > 0:
@@ -149,38 +208,39 @@ def outputs(
 
 def combine(
     context: DeviceContext,
+    plan_of: Callable[[Tensor], CombinePlan],
     x: Tensor,
     topk_weights: Tensor | None,
     biases: tuple[Tensor, ...],
     handle: EPHandle,
     before_epilogue: EventHandle | None,
     num_sms: int,
+    is_beside: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return bf16 [T, hidden], and f32 [T, K] where weights come back too."""
+    """Return bf16 [T, hidden], and f32 [T, K] where weights come back too. plan_of(rows): of such a combine."""
     state, expansion, top_k, hidden = handle.state, handle.expansion, handle.topk_idx.size(1), x.size(1)
-    with context.on_comm_stream():
-        rows, weights, sent_biases = x, topk_weights, biases
-        if expansion is not None:
-            row_of = expansion.row_of_slot.view(-1)
-            if handle.sums_at_owner:
-                rows = elastic_layout.take_rows(x, row_of, True).view(state.num_rows, top_k * hidden)
-            else:
-                rows = elastic_layout.reduce_slots(x, expansion.row_of_slot)
-            if weights is not None:
-                weights = elastic_layout.take_rows(weights, row_of, True).view(-1, top_k)
+    rows, weights, sent_biases = x, topk_weights, biases
+    if expansion is not None:
+        row_of = expansion.row_of_slot.view(-1)
+        if handle.sums_at_owner:
+            rows = elastic_layout.take_rows(x, row_of, True).view(state.num_rows, top_k * hidden)
         else:
-            if handle.sums_at_owner:
-                rows = elastic_layout.at_slots(x, right_most_slots(handle.recv_topk_idx), top_k)
-            if weights is not None:
-                weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
+            rows = elastic_layout.reduce_slots(x, expansion.row_of_slot)
+        if weights is not None:
+            weights = elastic_layout.take_rows(weights, row_of, True).view(-1, top_k)
+    else:
         if handle.sums_at_owner:
-            sent_biases = ()
-        context.order_after(before_epilogue)
-        combined, combined_weights = high_throughput.CombinePlan(context, rows).run(
-            rows, weights, sent_biases, state, num_sms, context.as_ordered
-        )
-        if handle.sums_at_owner:
-            combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
+            rows = elastic_layout.at_slots(x, right_most_slots(handle.recv_topk_idx), top_k)
+        if weights is not None:
+            weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
+    if handle.sums_at_owner:
+        sent_biases = ()
+    context.order_after(before_epilogue)
+    combined, combined_weights = plan_of(rows).run(
+        rows, weights, sent_biases, state, num_sms, context.order_beside(is_beside)
+    )
+    if handle.sums_at_owner:
+        combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
     return combined, combined_weights
 
 

@@ -61,11 +61,56 @@ def check_layouts(rank: Rank, case: MoeCase, sync: bool) -> None:
         assert gathered[:, 0].tolist() == list(range(rank.size))
 
 
+@pytest.mark.one_gpu
 @pytest.mark.parametrize("sync", [True, False])
 def test_layouts_and_rounding(sync: bool) -> None:
     ranks = num_ranks_here()
     case = MoeCase(tuple(500 + 7 * r for r in range(ranks)), 7168, 8, 32 * ranks)
     run_on_gpus(ranks, check_layouts, case, sync)
+
+
+def check_late_fields(rank: Rank) -> None:
+    """Fields of a handle that are asked for late, or on another stream; in a graph each replay makes them anew."""
+    me, experts, top_k = rank.rank, 8 * rank.size, 4
+    cases = [MoeCase((300,) * rank.size, 1024, top_k, experts, seed=seed) for seed in range(3)]
+    buffer = weft.ElasticBuffer(rank.group, num_bytes=64 << 20)
+    x, ids, weights = (t.cuda() for t in (cases[0].x(me), cases[0].topk_idx(me), cases[0].topk_weights(me)))
+    sizes = {"num_experts": experts, "num_max_tokens_per_rank": 300, "expert_alignment": ALIGNMENT}
+
+    def check(handle: weft.EPHandle, case: MoeCase) -> None:
+        rows = oracle.ht_dispatch(case.routes(), experts, me)
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == rows.per_expert
+        aligned = [-(-count // ALIGNMENT) * ALIGNMENT for count in rows.per_expert]
+        ends = torch.tensor(aligned).cumsum(0).tolist()
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+        origin = handle.recv_src_metadata[: len(rows.src_rank), 0].cpu().long()
+        assert torch.equal(origin, rows.src_rank * 300 + rows.src_token)
+
+    for is_async in (False, True):
+        torch.cuda._sleep(50_000_000)
+        handle, event = buffer.dispatch(
+            x, ids, weights, async_with_compute_stream=is_async, do_cpu_sync=False, **sizes
+        )[3:]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check(handle, cases[0])
+        if is_async:
+            event.current_stream_wait()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        handle = buffer.dispatch(x, ids, weights, do_cpu_sync=False, **sizes)[3]
+    for case in cases:
+        x.copy_(case.x(me))
+        ids.copy_(case.topk_idx(me))
+        weights.copy_(case.topk_weights(me))
+        graph.replay()
+        torch.cuda.synchronize()
+        check(handle, case)
+
+
+@pytest.mark.one_gpu
+def test_fields_that_are_asked_for_late() -> None:
+    run_on_gpus(num_ranks_here(), check_late_fields)
 
 
 def check_sessions(rank: Rank) -> None:

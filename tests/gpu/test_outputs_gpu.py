@@ -53,6 +53,7 @@ def _check_recorded(rank: Rank, how: str) -> None:
         assert bool((seen_weights.sum(1) == 1).all()), f"round {round_number}"  # one expert of a row is here
 
 
+@pytest.mark.one_gpu
 @pytest.mark.parametrize("how", ["plenty", "scarce"])
 def test_record_stream_protects_what_was_received(how: str) -> None:
     run_on_gpus(min(num_ranks_here(), 4), _check_recorded, how)
@@ -72,8 +73,9 @@ def _check_home_stream(rank: Rank) -> None:
     assert bool((seen == 1).all())
 
 
+@pytest.mark.one_gpu
 def test_the_own_stream_protects_what_dies_on_another() -> None:
-    run_on_gpus(2, _check_home_stream)
+    run_on_gpus(min(num_ranks_here(), 2), _check_home_stream)
 
 
 def _check_views(rank: Rank) -> None:
@@ -97,8 +99,9 @@ def _check_views(rank: Rank) -> None:
     assert bool((combined == 5 * rank.size).all())
 
 
+@pytest.mark.one_gpu
 def test_outputs_change_in_place_and_outlive_their_buffer() -> None:
-    run_on_gpus(2, _check_views)
+    run_on_gpus(min(num_ranks_here(), 2), _check_views)
 
 
 def _check_freed(rank: Rank) -> None:
@@ -127,5 +130,6 @@ def _check_freed(rank: Rank) -> None:
         assert bool((seen == round_number).all()), f"round {round_number}"
 
 
+@pytest.mark.one_gpu
 def test_what_was_freed_by_resize_comes_back() -> None:
-    run_on_gpus(2, _check_freed)
+    run_on_gpus(min(num_ranks_here(), 2), _check_freed)

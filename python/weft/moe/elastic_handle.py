@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from weft.moe import arguments
 from weft.moe.config import MAX_SMS, check_whole
 from weft.moe.elastic_layout import Expansion, ExpertCounts, count_experts
 from weft.moe.handle import DispatchState
+from weft.runtime.plain import signature_of
 from weft.runtime.streams import current_stream
 
 
@@ -37,7 +38,7 @@ class EPHandle:
             right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
         dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
         token_metadata_at_forward, channel_linked_list: None; what forwarding between nodes keeps is in state.
-        state, expansion, recv_topk_idx, sums_at_owner, late: of Weft's own calls; sums_at_owner says that combine brings
+        state, expansion, recv_topk_idx, sums_at_owner, late, checked: of Weft's own calls; sums_at_owner says that combine brings
             back every slot's row, to be summed at the token's rank.
 
     The five from psum_num_recv_tokens_per_scaleup_rank to dst_buffer_slot_idx are worked out when they are first asked for,
@@ -69,6 +70,7 @@ class EPHandle:
     late: LateFields
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+    checked: Hashable = ()  # the signature of the fields that check_fields() has seen to be right
 
     def __getattr__(self, name: str) -> Any:
         """Work out a field that nobody has asked for."""
@@ -144,6 +146,20 @@ LATE_FIELDS: dict[str, Callable[[LateFields], Tensor]] = {
 
 def check_fields(handle: EPHandle, device: torch.device) -> None:
     """Refuse a handle of which a field that calls read was set to what does not fit its dispatch."""
+    state, expansion = handle.state, handle.expansion
+    tensors = (handle.topk_idx, handle.recv_topk_idx)
+    if isinstance(expansion, Expansion):
+        tensors = (*tensors, expansion.row_of_slot, expansion.slot_of_row)
+    of_state = (state.num_tokens, state.num_rows, state.top_k)
+    set_by_hand = (handle.num_sms, handle.do_expand, handle.sums_at_owner, handle.num_expanded_tokens)
+    signature = signature_of(tensors, of_state, set_by_hand, expansion is None, device.index)
+    if signature and signature == handle.checked:
+        return
+    _check_each_field(handle, device)
+    handle.checked = signature
+
+
+def _check_each_field(handle: EPHandle, device: torch.device) -> None:
     state, expansion = handle.state, handle.expansion
     for name, num_rows in (("topk_idx", state.num_tokens), ("recv_topk_idx", state.num_rows)):
         given, shape = getattr(handle, name), (num_rows, state.top_k)

@@ -344,7 +344,6 @@ def _check_masks(rank: Rank) -> None:
     assert status.tolist() == [0] * rank.size
 
 
-@pytest.mark.one_gpu
 def test_a_masked_rank_is_left_out() -> None:
     for num_ranks in rank_counts():
         run_on_gpus(num_ranks, _check_masks)
@@ -383,7 +382,6 @@ def _come_back(rank: Rank) -> str:
     return said
 
 
-@pytest.mark.one_gpu
 def test_a_masked_rank_that_comes_back_is_told_so() -> None:
     for num_ranks in rank_counts():
         said = run_on_gpus(num_ranks, _come_back)[-1]

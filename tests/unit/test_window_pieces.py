@@ -54,6 +54,9 @@ class Cuda:
     def is_capturing(self, stream: Stream) -> bool:
         return stream.cuda_stream in self.captured
 
+    def is_capturing_here(self) -> bool:
+        return self.is_capturing(self.now)
+
 
 class Window:
     """Pieces of a window, what became free of them, and the streams."""
@@ -93,6 +96,23 @@ def test_who_dies_on_another_stream_waits_for_its_own_too() -> None:
     del owner
     assert window.pieces.reclaim()
     assert window.comm.waits == [window.main.cuda_stream, window.side.cuda_stream]
+
+
+def test_events_are_not_asked_for_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA ends a capture whose thread asks whether an event is done."""
+    window = Window()
+    owner, tensor = window.lend(256)
+    note_stream(tensor, window.side)
+    window.cuda.now = window.other
+    window.cuda.captured = {window.other.cuda_stream}
+    monkeypatch.setattr(Event, "query", lambda _: pytest.fail("asked during a capture"))
+    del owner
+    assert not window.pieces.reclaim()
+    monkeypatch.undo()
+    window.cuda.captured = set()
+    window.side.events[0].is_done = True
+    assert window.pieces.reclaim()
+    assert window.free == [256]
 
 
 def test_recorded_streams_keep_a_piece_until_they_are_done() -> None:

@@ -350,10 +350,11 @@ class DeviceContext(RuntimeFacts):
         if not async_finish:
             self.core.wait(self.current_stream, self.stream)
             return EventOverlap(None)
+        current = torch.cuda.current_stream(self.device)
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(self.comm_stream)
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+                tensor.record_stream(current)
         return EventOverlap(EventHandle(self.comm_stream))
 
     def order_after(self, event: EventHandle | None) -> None:
@@ -363,9 +364,12 @@ class DeviceContext(RuntimeFacts):
 
     def hand_over(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Tell torch that tensors allocated for the communication stream are used on the current one."""
+        if not self.is_cuda:
+            return
+        current = torch.cuda.current_stream(self.device)
         for tensor in tensors:
-            if self.is_cuda and tensor is not None:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+            if tensor is not None:
+                tensor.record_stream(current)
 
     @property
     def num_sms(self) -> int:

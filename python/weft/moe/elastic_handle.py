@@ -38,12 +38,12 @@ class EPHandle:
             right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
         dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
         token_metadata_at_forward, channel_linked_list: None; what forwarding between nodes keeps is in state.
-        state, expansion, recv_topk_idx, sums_at_owner, late, checked: of Weft's own calls; sums_at_owner says that combine brings
-            back every slot's row, to be summed at the token's rank.
+        state, expansion, recv_topk_idx, sums_at_owner, late, checked: of Weft's own calls; sums_at_owner says that
+            combine brings back every slot's row, to be summed at the token's rank.
 
-    The five from psum_num_recv_tokens_per_scaleup_rank to dst_buffer_slot_idx are worked out when they are first asked for,
-    on the stream of the dispatch, which the current stream then waits for; in a CUDA graph at once. So the last of them
-    reads topk_idx only then.
+    The five from psum_num_recv_tokens_per_scaleup_rank to dst_buffer_slot_idx are worked out when they are first asked
+    for, on the stream of the dispatch, which the current stream then waits for; in a CUDA graph at once. So the last
+    of them reads topk_idx only then.
 
     Fields can be set; calls refuse what does not fit the dispatch. A handle belongs to its dispatch, and serves every
     buffer of the same ranks on the same devices.
@@ -147,7 +147,7 @@ LATE_FIELDS: dict[str, Callable[[LateFields], Tensor]] = {
 def check_fields(handle: EPHandle, device: torch.device) -> None:
     """Refuse a handle of which a field that calls read was set to what does not fit its dispatch."""
     state, expansion = handle.state, handle.expansion
-    tensors = (handle.topk_idx, handle.recv_topk_idx)
+    tensors: tuple[Tensor, ...] = (handle.topk_idx, handle.recv_topk_idx)
     if isinstance(expansion, Expansion):
         tensors = (*tensors, expansion.row_of_slot, expansion.slot_of_row)
     of_state = (state.num_tokens, state.num_rows, state.top_k)

@@ -137,10 +137,14 @@ class CudaStreams:
         """Return torch's object of a stream."""
         return torch.cuda.ExternalStream(number, self._device)
 
+    def is_capturing_here(self) -> bool:
+        """Return whether the current stream records a CUDA graph."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def is_capturing(self, stream: Any) -> bool:
         """Return whether a stream records a CUDA graph, so that events of it mean nothing outside."""
         if stream.cuda_stream == self.current():
-            return bool(torch.cuda.is_current_stream_capturing())
+            return self.is_capturing_here()
         with torch.cuda.stream(stream):
             return bool(torch.cuda.is_current_stream_capturing())
 
@@ -170,6 +174,8 @@ class _Returned:
     def settle(self, cuda: Any) -> bool:
         """Record what is to be recorded, forget late ones that are done; return whether all have events."""
         has_all = all([mark.settle(cuda) for mark in (*self.soon, *self.late)])
+        if cuda.is_capturing_here():  # where to ask for an event would end the capture
+            return has_all
         self.late = [mark for mark in self.late if mark.event is None or not mark.event.query()]
         return has_all
 

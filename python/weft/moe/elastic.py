@@ -44,6 +44,15 @@ from weft.runtime.modes import outside_modes
 from weft.runtime.plain import signature_of
 
 _LEAST_TIMEOUT_S = 1e-3
+_FLAGS = (
+    "async_with_compute_stream",
+    "allocate_on_comm_stream",
+    "do_handle_copy",
+    "do_cpu_sync",
+    "do_expand",
+    "do_zero_padding",
+    "use_tma_aligned_col_major_sf",
+)
 
 
 class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
@@ -276,10 +285,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             return (*outputs, used, finished_event())
         event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, used.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
-        made = (
-            [] if isinstance(plan, RepeatPlan) else [v for v in vars(used).values() if isinstance(v, Tensor)]
-        )
-        context.hand_over([*data_out, *outputs[1:], *made])
+        made = vars(used).values() if isinstance(plan, RoutesPlan) else ()
+        context.hand_over([*data_out, *outputs[1:], *(entry for entry in made if isinstance(entry, Tensor))])
         return (*outputs, used, event)
 
     def _plan_new_routes(
@@ -296,7 +303,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         """Check what the dispatches of one signature share, and plan them."""
         context = self._contexts.of("x", x)
         data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
-        _check_flags(flags)
+        check_flags(**dict(zip(_FLAGS, flags, strict=True)))
         _, _, do_handle_copy, do_cpu_sync, do_expand, *_ = flags
         num_experts, max_tokens, expert_alignment = sizes
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
@@ -332,14 +339,14 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     ) -> RepeatPlan:
         """Check what the dispatches of one signature share that are given a handle."""
         context = self._contexts.of("x", x)
-        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
-        _check_flags(flags)
+        arguments.check_rows_with_scales(x, "tokens", context.device)
+        check_flags(**dict(zip(_FLAGS, flags, strict=True)))
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
         check_whole("num_qps", num_qps, 0)
         for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
             if value is not None:
                 raise invalid(argument, arguments.describe(value), "None with a handle")
-        return RepeatPlan(context, data, scales, sms, bool(flags[4]))
+        return RepeatPlan(context, sms, bool(flags[_FLAGS.index("do_expand")]))
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -466,23 +473,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             raise invalid("num_max_tokens_per_rank", most, f"at least the {num_tokens} tokens of x")
         return most
 
-    def _check_stats(self, stats: object, num_experts: int, context: DeviceContext) -> Tensor | None:
-        if stats is None:
-            return None
+    def _check_stats(self, stats: object, num_experts: int, context: DeviceContext) -> None:
         local = local_experts(num_experts, self.num_ranks, self.rank_idx)
         name = "cumulative_local_expert_recv_stats"
-        return arguments.check_tensor(name, stats, (local,), (torch.int32,), context.device)
-
-
-def _check_flags(flags: tuple[Any, ...]) -> None:
-    names = (
-        *(
-            "async_with_compute_stream",
-            "allocate_on_comm_stream",
-            "do_handle_copy",
-            "do_cpu_sync",
-            "do_expand",
-        ),
-        *("do_zero_padding", "use_tma_aligned_col_major_sf"),
-    )
-    check_flags(**dict(zip(names, flags, strict=True)))
+        arguments.check_optional(name, stats, (local,), torch.int32, context.device)

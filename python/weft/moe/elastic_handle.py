@@ -93,11 +93,11 @@ class EPHandle:
         """Do nothing: rows always come in ascending order of source rank and token."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LateFields:
-    """What the fields of a handle follow from that calls themselves do not need: some 40 small kernels.
+    """What those fields of a handle follow from that calls themselves do not need: some 40 small kernels make them.
 
-    stream: the dispatch's, which they are made on; 0 on the CPU.
+    num_experts: of a rank that has all of its, and of this one. stream: the dispatch's, by its number; 0 on the CPU.
     """
 
     state: DispatchState
@@ -105,7 +105,7 @@ class LateFields:
     topk_idx: Tensor
     recv_topk_idx: Tensor
     expansion: Expansion | None
-    num_experts: tuple[int, int]  # of a rank, and of this one
+    num_experts: tuple[int, int]
     alignment: int
     max_tokens: int
     scaleup_places: Tensor
@@ -119,15 +119,17 @@ class LateFields:
 
     def get(self, name: str) -> Tensor:
         """Return a field, ready for the current stream."""
-        device = self.recv_topk_idx.device
-        make = LATE_FIELDS[name]
+        device, make = self.recv_topk_idx.device, LATE_FIELDS[name]
         if device.type != "cuda" or current_stream(device.index) == self.stream:
             return make(self)
-        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device)) as _:
+        current = torch.cuda.current_stream(device)
+        if torch.cuda.is_current_stream_capturing():  # which may not wait for a stream outside
+            return make(self)
+        own = torch.cuda.ExternalStream(self.stream, device)
+        with torch.cuda.stream(own):
             value = make(self)
-            made_on = torch.cuda.current_stream(device)
-        torch.cuda.current_stream(device).wait_stream(made_on)
-        value.record_stream(torch.cuda.current_stream(device))
+        current.wait_stream(own)
+        value.record_stream(current)
         return value
 
 

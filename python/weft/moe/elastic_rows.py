@@ -6,7 +6,6 @@ Work goes to the current stream; nothing here waits for a GPU, but for counts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +115,7 @@ class RoutesPlan:
             most = elastic_layout.most_expanded_rows(self._worst, ids.size(1), num_local, wanted.alignment)
             num_rows = most if wanted.counts_unknown else sum(aligned)
             expansion = elastic_layout.expand(recv_idx, late.counts, num_rows)
-            late = dataclasses.replace(late, expansion=expansion)
+            late.expansion = expansion
         handle = EPHandle(
             do_expand=wanted.do_expand,
             num_experts=wanted.num_experts,
@@ -145,10 +144,7 @@ class RepeatPlan:
     received = plan.run(data, scales, weights, handle, order)
     """
 
-    def __init__(
-        self, context: DeviceContext, data: Tensor, scales: Tensor | None, num_sms: int, do_expand: bool
-    ) -> None:
-        """Plan for tensors like these."""
+    def __init__(self, context: DeviceContext, num_sms: int, do_expand: bool) -> None:
         self.context, self.do_expand = context, do_expand
         self._num_sms = num_sms
 

@@ -12,7 +12,6 @@ T tokens here, M tokens per rank at most, R ranks, E experts, Le experts of this
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -285,24 +284,27 @@ class LowLatencyCalls:
         overlap, asked, packed_recv_count = overlapped
         known = handle.state if type(handle) is LowLatencyHandle else None
         state = known if known is not None and known.is_ready else self._check_ready(handle, x)
-        signature: Hashable = b""  # of no call
-        if zero_copy is False and overlap is False:
-            signature = signature_of(tensors, *options, state.form.key)
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
         rows, signals = x, NO_SIGNALS
-        if plan is None:
+        if zero_copy is not False or overlap is not False:
             context = self._low_latency_context("x", x)
-            state = self._check_low_latency_handle(handle, context)
-            arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
-            check_flags(exact=exact, overlap=overlap)
-            rows = self._check_combine_rows(context, state, x, zero_copy)
+            check_flags(overlap=overlap)
+            if zero_copy:
+                rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
                 signals = check_signals(context.device, state.form.rows_shape, *asked)
                 local = state.form.rows_shape[:1]
                 arguments.check_optional(
                     "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
+        signature = signature_of((rows, *tensors[1:]), *options, state.form.key, *signals.key)
+        plan: CombinePlan | None = self._contexts.plans.get(signature)
+        if plan is None:
+            context = self._low_latency_context("x", x)
+            state = self._check_low_latency_handle(handle, context)
+            arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
+            check_flags(exact=exact, use_logfmt=use_logfmt)
+            rows = self._check_combine_rows(context, state, rows, False)
             ranks = (self.group_size,)
             arguments.check_optional(
                 "combine_wait_recv_cost_stats", costs, ranks, torch.int64, context.device

@@ -25,6 +25,11 @@ class Signals:
     rows: int
     num_sms: int
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Return what a plan goes by, for signatures; nothing where there are none."""
+        return () if self.tensor is None else (self.value, self.per_expert, self.rows, self.num_sms)
+
 
 NO_SIGNALS = Signals(None, 0, 0, 0, 0)
 _SIGNALS = (torch.int32, torch.uint32)

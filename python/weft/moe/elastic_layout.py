@@ -40,26 +40,23 @@ def count_experts(topk_idx: Tensor, num_local_experts: int, alignment: int) -> E
     keys = _expert_keys(topk_idx, num_local_experts)
     slots = keys.new_zeros(num_local_experts + 1).scatter_add_(0, keys, torch.ones_like(keys))
     slots = slots[:num_local_experts]
-    padded = (slots + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    padded = slots if alignment == 1 else slots + (-slots).remainder(alignment)
     ends = padded.cumsum(0)
     return ExpertCounts(slots.to(torch.int32), ends - padded, ends)
 
 
 def expand(topk_idx: Tensor, counts: ExpertCounts, num_rows: int) -> Expansion:
     """Give every slot with a local expert its row. Rows past ``num_rows`` are dropped."""
-    num_experts = counts.slots.size(0)
-    keys = _expert_keys(topk_idx, num_experts)
-    by_expert = keys.argsort(stable=True)
-    first = torch.nn.functional.pad(counts.slots.long().cumsum(0) - counts.slots, (0, 1))
-    begins = torch.nn.functional.pad(counts.begins, (0, 1))
-    sorted_keys = keys[by_expert]
-    slots = torch.arange(keys.size(0), device=keys.device)
-    sorted_rows = begins[sorted_keys] + slots - first[sorted_keys]
-    is_lost = (sorted_keys == num_experts) | (sorted_rows >= num_rows)
-    rows = torch.empty_like(keys).scatter_(0, by_expert, sorted_rows.masked_fill(is_lost, -1))
-    slot_of_row = keys.new_full((num_rows + 1,), -1)  # the last one takes what has no row
-    slot_of_row.scatter_(0, rows.masked_fill(rows < 0, num_rows), slots)
-    return Expansion(rows.to(torch.int32).view(topk_idx.shape), slot_of_row[:num_rows])
+    sorted_keys, by_expert = _expert_keys(topk_idx, counts.slots.size(0)).sort(stable=True)
+    # How much further back an expert's first row lies than its first slot; slots without one go past the last row.
+    shift = counts.begins - (counts.slots.cumsum(0) - counts.slots)
+    shift = torch.nn.functional.pad(shift, (0, 1), value=num_rows)
+    slots = torch.arange(by_expert.size(0), device=by_expert.device)
+    sorted_rows = (shift[sorted_keys] + slots).clamp_(max=num_rows)  # num_rows: none
+    slot_of_row = by_expert.new_full((num_rows + 1,), -1).scatter_(0, sorted_rows, by_expert)
+    rows = torch.empty_like(by_expert).scatter_(0, by_expert, sorted_rows)
+    rows = rows.masked_fill_(rows == num_rows, -1).to(torch.int32)
+    return Expansion(rows.view(topk_idx.shape), slot_of_row[:num_rows])
 
 
 def most_expanded_rows(num_rows: int, top_k: int, num_local_experts: int, alignment: int) -> int:
@@ -83,8 +80,12 @@ def take_rows(rows: Tensor, row_of: Tensor, fill_zero: bool) -> Tensor:
 def reduce_slots(y: Tensor, row_of_slot: Tensor) -> Tensor:
     """Return y's type [N, hidden]: per token its rows of y [X, hidden], summed in slot order, rounded once."""
     total = torch.zeros((row_of_slot.size(0), y.size(1)), dtype=torch.float32, device=y.device)
+    if y.size(0) == 0:
+        return total.to(y.dtype)
+    words, has_none, rows = _widest_words(y), row_of_slot < 0, row_of_slot.clamp(min=0)
     for slot in range(row_of_slot.size(1)):
-        total += take_rows(y, row_of_slot[:, slot], fill_zero=True)
+        taken = words.index_select(0, rows[:, slot]).masked_fill_(has_none[:, slot, None], 0)
+        total += taken.view(y.dtype)
     return total.to(y.dtype)
 
 

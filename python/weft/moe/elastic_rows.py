@@ -190,7 +190,7 @@ def outputs(
     expansion = handle.expansion
     if expansion is not None:
         slot_of_row, top_k = expansion.slot_of_row, handle.topk_idx.size(1)
-        row_of = torch.where(slot_of_row < 0, -1, slot_of_row.div(top_k, rounding_mode="floor"))
+        row_of = slot_of_row.div(top_k, rounding_mode="floor")  # of -1, -1
         data = elastic_layout.take_rows(data, row_of, zero_padding)
         if scales is not None:
             scales = elastic_layout.take_rows(scales, row_of, zero_padding)

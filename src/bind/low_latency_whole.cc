@@ -373,7 +373,7 @@ nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) 
   WholeDispatch::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature)) return nb::none();
-  const nb::handle plan = signature.found_in(plans);
+  const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
   return nb::cast<const WholeDispatch&>(plan).call_known(arguments);
 }
@@ -385,7 +385,7 @@ nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, H
   WholeCombine::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature) || !signature.add_option(state.key)) return nb::none();
-  const nb::handle plan = signature.found_in(plans);
+  const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
   return nb::cast<const WholeCombine&>(plan).call_known(arguments, state.routes, routes_at);
 }

@@ -65,6 +65,7 @@ bool Signature::add_option(nb::handle value) {
     return fits && add('i') && add(number);
   }
   if (PyTuple_CheckExact(value.ptr())) {
+    if (!add('(')) return false;
     for (nb::handle each : nb::borrow<nb::tuple>(value))
       if (!add_option(each)) return false;
     return add(')');
@@ -74,10 +75,10 @@ bool Signature::add_option(nb::handle value) {
   return add('b') && add(text.size()) && add(text.c_str(), text.size());
 }
 
-nb::handle Signature::found_in(nb::handle plans) const {
+nb::object Signature::found_in(nb::handle plans) const {
   PyObject* const plan = PyDict_GetItemWithError(plans.ptr(), bytes().ptr());
   if (!plan && PyErr_Occurred()) throw nb::python_error();
-  return plan;
+  return nb::borrow(plan);
 }
 
 void bind_signature(nb::module_& module) {

@@ -5,7 +5,7 @@
 //   Signature signature;
 //   TensorAddress x;
 //   if (!signature.add_tensor(given[0], x) || !signature.add_option(given[1])) return nb::none();  // to be checked
-//   const nb::handle plan = signature.found_in(plans);
+//   const nb::object plan = signature.found_in(plans);
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,8 +26,8 @@ class Signature {
   bool add_option(nanobind::handle value);
 
   nanobind::bytes bytes() const { return nanobind::bytes(bytes_, size_); }
-  // What a dictionary has of this signature; an invalid handle where it has nothing.
-  nanobind::handle found_in(nanobind::handle plans) const;
+  // What a dictionary has of this signature; an invalid object where it has nothing.
+  nanobind::object found_in(nanobind::handle plans) const;
 
  private:
   template <class T>

@@ -110,6 +110,7 @@ def test_a_signature_is_of_type_and_shape_not_of_values(signature_of: Callable[.
 def test_a_signature_has_options_with_their_types(signature_of: Callable[..., object]) -> None:
     x = torch.ones(3, 4)
     options = [(), (None,), (0,), (1,), (2,), (-1,), (True,), (False,), (b"",), (b"1",), (b"1", 1), (1, b"1")]
+    options += [((),), ((1,),), ((True,),), ((1, 2),), ((1,), 2), (1, (2,)), (((1,),),)]
     signatures = [signature_of((x,), *given) for given in options]
     assert all(signatures)
     assert len(set(signatures)) == len(options)
@@ -120,6 +121,7 @@ def test_a_signature_has_options_with_their_types(signature_of: Callable[..., ob
 def test_what_is_no_option_has_no_signature(signature_of: Callable[..., object]) -> None:
     assert not signature_of((torch.ones(3),), [1])
     assert not signature_of((torch.ones(3),), {})
+    assert not signature_of((torch.ones(3),), (1, [2]))
     assert not plain.signature_of((torch.ones(3),), 1 << 70)
     assert not plain.signature_of((torch.ones(3),), torch.tensor(3))  # of which nothing says the value
 

@@ -151,7 +151,7 @@ def check_fields(handle: EPHandle, device: torch.device) -> None:
     state, expansion = handle.state, handle.expansion
     tensors: tuple[Tensor, ...] = (handle.topk_idx, handle.recv_topk_idx)
     if isinstance(expansion, Expansion):
-        tensors = (*tensors, expansion.row_of_slot, expansion.slot_of_row)
+        tensors = (*tensors, expansion.row_of_slot, expansion.slot_of_row, expansion.rows_of_token)
     of_state = (state.num_tokens, state.num_rows, state.top_k)
     set_by_hand = (handle.num_sms, handle.do_expand, handle.sums_at_owner, handle.num_expanded_tokens)
     signature = signature_of(tensors, of_state, set_by_hand, expansion is None, device.index)
@@ -180,6 +180,8 @@ def _check_each_field(handle: EPHandle, device: torch.device) -> None:
     slots = (state.num_rows, state.top_k)
     arguments.check_tensor("handle.expansion", expansion.row_of_slot, slots, (torch.int32,), device)
     arguments.check_tensor("handle.expansion", expansion.slot_of_row, (rows,), (torch.int64,), device)
+    of_tokens = (state.num_rows, "slots")
+    arguments.check_tensor("handle.expansion", expansion.rows_of_token, of_tokens, (torch.int32,), device)
 
 
 def expert_psum(counts: ExpertCounts, do_expand: bool) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from weft.moe.config import align
 from weft.runtime.allocation import not_a_view
 
+_MANY_SLOTS = 16  # a map of experts travels as one slot for each
+
 
 @dataclass(frozen=True)
 class ExpertCounts:
@@ -29,10 +31,15 @@ class ExpertCounts:
 
 @dataclass(frozen=True)
 class Expansion:
-    """row_of_slot i32[N, K]: a slot's expanded row, or -1. slot_of_row i64[X]: its inverse, -1 for padding."""
+    """row_of_slot i32[N, K]: a slot's expanded row, or -1. slot_of_row i64[X]: its inverse, -1 for padding.
+
+    rows_of_token: the rows of a token in the order of its slots, i32[N, n] with -1 behind them: row_of_slot itself, or
+    with many slots, most of which have no expert here, fewer columns.
+    """
 
     row_of_slot: Tensor
     slot_of_row: Tensor
+    rows_of_token: Tensor
 
 
 def count_experts(topk_idx: Tensor, num_local_experts: int, alignment: int) -> ExpertCounts:
@@ -45,8 +52,11 @@ def count_experts(topk_idx: Tensor, num_local_experts: int, alignment: int) -> E
     return ExpertCounts(slots.to(torch.int32), ends - padded, ends)
 
 
-def expand(topk_idx: Tensor, counts: ExpertCounts, num_rows: int) -> Expansion:
-    """Give every slot with a local expert its row. Rows past ``num_rows`` are dropped."""
+def expand(topk_idx: Tensor, counts: ExpertCounts, num_rows: int, may_wait: bool) -> Expansion:
+    """Give every slot with a local expert its row. Rows past ``num_rows`` are dropped.
+
+    may_wait: the host may wait for the GPU.
+    """
     sorted_keys, by_expert = _expert_keys(topk_idx, counts.slots.size(0)).sort(stable=True)
     # How much further back an expert's first row lies than its first slot; slots without one go past the last row.
     shift = counts.begins - (counts.slots.cumsum(0) - counts.slots)
@@ -55,8 +65,16 @@ def expand(topk_idx: Tensor, counts: ExpertCounts, num_rows: int) -> Expansion:
     sorted_rows = (shift[sorted_keys] + slots).clamp_(max=num_rows)  # num_rows: none
     slot_of_row = by_expert.new_full((num_rows + 1,), -1).scatter_(0, sorted_rows, by_expert)
     rows = torch.empty_like(by_expert).scatter_(0, by_expert, sorted_rows)
-    rows = rows.masked_fill_(rows == num_rows, -1).to(torch.int32)
-    return Expansion(rows.view(topk_idx.shape), slot_of_row[:num_rows])
+    row_of_slot = rows.masked_fill_(rows == num_rows, -1).to(torch.int32).view(topk_idx.shape)
+    packed = _packed(row_of_slot) if may_wait and topk_idx.size(1) > _MANY_SLOTS else row_of_slot
+    return Expansion(row_of_slot, slot_of_row[:num_rows], packed)
+
+
+def _packed(row_of_slot: Tensor) -> Tensor:
+    """Return each token's rows first, in the order of its slots, in as many columns as the longest has."""
+    has_none = row_of_slot < 0
+    most = 0 if has_none.size(0) == 0 else has_none.size(1) - int(has_none.sum(1).min())
+    return row_of_slot.gather(1, has_none.sort(dim=1, stable=True).indices[:, :most])
 
 
 def most_expanded_rows(num_rows: int, top_k: int, num_local_experts: int, alignment: int) -> int:
@@ -77,13 +95,13 @@ def take_rows(rows: Tensor, row_of: Tensor, fill_zero: bool) -> Tensor:
     return taken.view(rows.dtype)
 
 
-def reduce_slots(y: Tensor, row_of_slot: Tensor) -> Tensor:
+def reduce_slots(y: Tensor, rows_of_token: Tensor) -> Tensor:
     """Return y's type [N, hidden]: per token its rows of y [X, hidden], summed in slot order, rounded once."""
-    total = torch.zeros((row_of_slot.size(0), y.size(1)), dtype=torch.float32, device=y.device)
+    total = torch.zeros((rows_of_token.size(0), y.size(1)), dtype=torch.float32, device=y.device)
     if y.size(0) == 0:
         return total.to(y.dtype)
-    words, has_none, rows = _widest_words(y), row_of_slot < 0, row_of_slot.clamp(min=0)
-    for slot in range(row_of_slot.size(1)):
+    words, has_none, rows = _widest_words(y), rows_of_token < 0, rows_of_token.clamp(min=0)
+    for slot in range(rows_of_token.size(1)):
         taken = words.index_select(0, rows[:, slot]).masked_fill_(has_none[:, slot, None], 0)
         total += taken.view(y.dtype)
     return total.to(y.dtype)

@@ -114,7 +114,7 @@ class RoutesPlan:
         if wanted.do_expand:
             most = elastic_layout.most_expanded_rows(self._worst, ids.size(1), num_local, wanted.alignment)
             num_rows = most if wanted.counts_unknown else sum(aligned)
-            expansion = elastic_layout.expand(recv_idx, late.counts, num_rows)
+            expansion = elastic_layout.expand(recv_idx, late.counts, num_rows, not wanted.counts_unknown)
             late.expansion = expansion
         handle = EPHandle(
             do_expand=wanted.do_expand,
@@ -221,7 +221,7 @@ def combine(
         if handle.sums_at_owner:
             rows = elastic_layout.take_rows(x, row_of, True).view(state.num_rows, top_k * hidden)
         else:
-            rows = elastic_layout.reduce_slots(x, expansion.row_of_slot)
+            rows = elastic_layout.reduce_slots(x, expansion.rows_of_token)
         if weights is not None:
             weights = elastic_layout.take_rows(weights, row_of, True).view(-1, top_k)
     else:

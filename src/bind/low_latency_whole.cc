@@ -266,7 +266,8 @@ class WholeDispatch : Whole<DispatchCalls> {
   // x, topk_idx, topk_weights, expert_stats, wait_cycles
   using Arguments = Given<5>;
 
-  // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they are.
+  // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they
+  // are.
   WholeDispatch(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
                 nb::object seen)
       : Whole(std::move(calls), setting, "low_latency_dispatch"),
@@ -367,8 +368,8 @@ class WholeCombine : Whole<CombineCalls> {
   Outputs<1> outputs_;
 };
 
-// plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to be
-// checked.
+// plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to
+// be checked.
 nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) {
   WholeDispatch::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;

@@ -19,10 +19,11 @@ namespace weft {
 
 class Signature {
  public:
-  // Type, device and shape of a tensor, and whether rows may begin where it does; or None. Returns false, as the next does, for
-  // one that has to be checked in every call.
+  // Type, device and shape of a tensor, and whether rows may begin where it does; or None. Returns false, as the next
+  // does, for one that has to be checked in every call, and where there is no room left.
   bool add_tensor(nanobind::handle value, TensorAddress& address);
-  // None, a bool, a number, bytes or a tuple of these, each with its type: 1.0 is as good a key as 1 to Python, but no number of experts.
+  // None, a bool, a number, bytes or a tuple of these, each with its type: 1.0 is as good a key as 1 to Python, but no
+  // number of experts.
   bool add_option(nanobind::handle value);
 
   nanobind::bytes bytes() const { return nanobind::bytes(bytes_, size_); }

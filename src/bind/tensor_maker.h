@@ -16,10 +16,11 @@ namespace weft {
 
 class TensorMaker {
  public:
-  // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory. memory: a
-  // place among `count` results and empty()'s arguments, for each piece of memory; parts: a place, a shape, strides and
-  // an offset in elements of the last piece, which has no place of its own. empty() makes tensors of the current device: where
-  // current_device(), unless it is None, returns another one than `device`, otherwise() makes them.
+  // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory.
+  // memory: a place among `count` results and empty()'s arguments, for each piece of memory.
+  // parts: a place, a shape, strides and an offset in elements of the last piece, which may have no place of its own.
+  // empty() makes tensors of the current device: where current_device(), unless it is None, returns another one than
+  // `device`, otherwise() makes them.
   TensorMaker(nanobind::object empty, nanobind::object part, size_t count, nanobind::list memory,
               nanobind::list parts, nanobind::object current_device, nanobind::object device,
               nanobind::object otherwise);

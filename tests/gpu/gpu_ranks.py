@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
 
 
@@ -27,6 +28,14 @@ def num_ranks_here() -> int:
 def rank_counts() -> list[int]:
     """Return with how many ranks a test is to run: two, where there are GPUs for them, and all that there are."""
     return sorted({min(2, num_ranks_here()), num_ranks_here()})
+
+
+def replay(graph: torch.cuda.CUDAGraph, case: MoeCase, rank: int, *captured: torch.Tensor) -> None:
+    """Replay a graph with a case's x, ids and weights in place of the ones that it was captured with, and wait."""
+    for tensor, new in zip(captured, (case.x, case.topk_idx, case.topk_weights), strict=True):
+        tensor.copy_(new(rank))
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 @cache

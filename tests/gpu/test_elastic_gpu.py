@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_ranks import num_ranks_here, run_on_gpus
+from gpu_ranks import num_ranks_here, replay, run_on_gpus
 
 import weft
 from weft.testing import oracle
@@ -100,11 +100,7 @@ def check_late_fields(rank: Rank) -> None:
     with torch.cuda.graph(graph):
         handle = buffer.dispatch(x, ids, weights, do_cpu_sync=False, **sizes)[3]
     for case in cases:
-        x.copy_(case.x(me))
-        ids.copy_(case.topk_idx(me))
-        weights.copy_(case.topk_weights(me))
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph, case, me, x, ids, weights)
         check(handle, case)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import num_ranks_here, rank_counts, run_on_gpus
+from gpu_ranks import num_ranks_here, rank_counts, replay, run_on_gpus
 from low_latency_blocks import BLOCK_CASES, BLOCK_TOKENS, check_blocks
 
 import weft
@@ -204,11 +204,7 @@ def _check_graph(rank: Rank) -> None:
     with torch.cuda.graph(graph):
         recv, counts, handle, combined = step()
     for case in cases:
-        x.copy_(case.x(me))
-        idx.copy_(case.topk_idx(me))
-        weights.copy_(case.topk_weights(me))
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph, case, me, x, idx, weights)
         _check_dispatched(case, me, "bf16", recv, counts, handle)
         assert calc_diff(combined.cpu(), _expected(case, me, "bf16")) < 1e-5
 

@@ -305,7 +305,8 @@ class DeviceContext(RuntimeFacts):
     def begin_beside(self, is_beside: bool, previous: EventHandle | None) -> AbstractContextManager[Any]:
         """Begin a call on the communication stream, or, without ``is_beside``, as one of the current stream's.
 
-        Returns a context in which all of it goes there: order_beside() and what is torch's own. Then end_beside().
+        Returns a context in which all of it goes there: what order_beside() orders, and what is torch's own.
+        One on the communication stream ends with finish() and hand_over().
         """
         if not is_beside:
             return nullcontext()

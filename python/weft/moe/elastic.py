@@ -39,7 +39,7 @@ from weft.moe.elastic_rows import RepeatPlan, RoutesPlan
 from weft.moe.elastic_sessions import GatherSessions
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
-from weft.moe.high_throughput import CombinePlan, Payload, parts_of
+from weft.moe.high_throughput import CombinePlan, Payload, rows_and_scales
 from weft.runtime.modes import outside_modes
 from weft.runtime.plain import signature_of
 
@@ -234,31 +234,20 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E; on the CPU also on a
             rank that gets rows with weights and gave none, or the other way round.
         """
-        sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
         flags = (
             *(async_with_compute_stream, allocate_on_comm_stream, do_handle_copy, do_cpu_sync, do_expand),
             *(do_zero_padding, use_tma_aligned_col_major_sf),
         )
+        sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
+        options = (*sizes, num_sms, num_qps, flags)
         ids: Any = topk_idx
         weights, stats = topk_weights, cumulative_local_expert_recv_stats
-        data, scales = parts = parts_of(x)
-        options = (isinstance(x, Tensor), *sizes, num_sms, num_qps, flags)
-        plans = self._contexts.plans
-        plan: RoutesPlan | RepeatPlan | None
+        data, scales = rows_and_scales(x)
+        plan: RoutesPlan | RepeatPlan
         if handle is None:
-            signature = signature_of((*parts, ids, weights, stats), b"elastic", *options)
-            plan = plans.get(signature)
-            if plan is None:
-                plan = self._plan_new_routes(x, ids, weights, stats, sizes, num_sms, num_qps, flags)
-                self._contexts.keep(signature, plan)
-            if not plan.context.is_cuda:
-                self._check_ids(ids, plan.wanted)
+            plan = self._routes_plan(x, (data, scales, ids, weights, stats), options)
         else:
-            signature = signature_of((*parts, weights, ids, stats), b"elastic, handle", *options)
-            plan = plans.get(signature)
-            if plan is None:
-                plan = self._plan_repeat(x, ids, stats, num_sms, num_qps, flags)
-                self._contexts.keep(signature, plan)
+            plan = self._repeat_plan(x, (data, scales, ids, weights, stats), options)
             self._check_repeat(handle, plan, data, weights, sizes)
         context = plan.context
         if context.is_cuda:
@@ -289,64 +278,61 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         context.hand_over([*data_out, *outputs[1:], *(entry for entry in made if isinstance(entry, Tensor))])
         return (*outputs, used, event)
 
-    def _plan_new_routes(
-        self,
-        x: Payload,
-        topk_idx: object,
-        topk_weights: object,
-        stats: object,
-        sizes: tuple[Any, Any, Any],
-        num_sms: object,
-        num_qps: object,
-        flags: tuple[Any, ...],
-    ) -> RoutesPlan:
-        """Check what the dispatches of one signature share, and plan them."""
-        context = self._contexts.of("x", x)
-        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
-        check_flags(**dict(zip(_FLAGS, flags, strict=True)))
-        _, _, do_handle_copy, do_cpu_sync, do_expand, *_ = flags
-        num_experts, max_tokens, expert_alignment = sizes
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
-        check_whole("num_qps", num_qps, 0)
-        most = arguments.MAX_EXPERTS_PER_RANK * self.num_ranks
-        experts = check_whole("num_experts", num_experts, 1, most)
-        ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
-        weights = self._check_weights(topk_weights, ids)
-        self._check_stats(stats, experts, context)
-        at_owner = not self.allow_multiple_reduction and (do_expand or context.has_sums_of_nodes)
-        wanted = elastic_rows.Wanted(
-            num_experts=experts,
-            num_max_tokens=self._check_max_tokens(max_tokens, data.size(0)),
-            alignment=check_whole(
-                "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
-            ),
-            num_sms=sms,
-            do_expand=bool(do_expand),
-            sums_at_owner=bool(at_owner),
-            do_handle_copy=bool(do_handle_copy),
-            counts_unknown=do_cpu_sync is not None and not do_cpu_sync,
-        )
-        return RoutesPlan(context, data, scales, ids, weights, wanted)
+    def _routes_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RoutesPlan:
+        """Return the plan of dispatches along new routes with such arguments. The first of them are checked."""
+        data, scales, topk_idx, topk_weights, stats = tensors
+        signature = signature_of(tensors, b"elastic", isinstance(x, Tensor), *options)
+        plan: RoutesPlan | None = self._contexts.plans.get(signature)
+        if plan is None:
+            context, sms, flags = self._check_alike(x, options)
+            num_experts, max_tokens, expert_alignment, *_ = options
+            most = arguments.MAX_EXPERTS_PER_RANK * self.num_ranks
+            experts = check_whole("num_experts", num_experts, 1, most)
+            ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
+            weights = self._check_weights(topk_weights, ids)
+            self._check_stats(stats, experts, context)
+            at_owner = not self.allow_multiple_reduction and (flags["do_expand"] or context.has_sums_of_nodes)
+            alignment = 1 if expert_alignment is None else expert_alignment
+            wanted = elastic_rows.Wanted(
+                num_experts=experts,
+                num_max_tokens=self._check_max_tokens(max_tokens, data.size(0)),
+                alignment=check_whole("expert_alignment", alignment, 1, MAX_ALIGNMENT),
+                num_sms=sms,
+                do_expand=bool(flags["do_expand"]),
+                sums_at_owner=bool(at_owner),
+                do_handle_copy=bool(flags["do_handle_copy"]),
+                counts_unknown=flags["do_cpu_sync"] is not None and not flags["do_cpu_sync"],
+            )
+            plan = RoutesPlan(context, data, scales, ids, weights, wanted)
+            self._contexts.keep(signature, plan)
+        if not plan.context.is_cuda:
+            arguments.check_expert_ids(topk_idx, plan.wanted.num_experts)
+            if plan.wanted.do_expand:
+                arguments.check_distinct_experts(topk_idx)
+        return plan
 
-    def _plan_repeat(
-        self,
-        x: Payload,
-        topk_idx: object,
-        stats: object,
-        num_sms: object,
-        num_qps: object,
-        flags: tuple[Any, ...],
-    ) -> RepeatPlan:
-        """Check what the dispatches of one signature share that are given a handle."""
+    def _repeat_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RepeatPlan:
+        """Return the plan of dispatches along routes of a handle, for such arguments. The first of them are checked."""
+        signature = signature_of(tensors, b"elastic, handle", isinstance(x, Tensor), *options)
+        plan: RepeatPlan | None = self._contexts.plans.get(signature)
+        if plan is None:
+            context, sms, flags = self._check_alike(x, options)
+            _, _, topk_idx, _, stats = tensors
+            for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
+                if value is not None:
+                    raise invalid(argument, arguments.describe(value), "None with a handle")
+            plan = self._contexts.keep(signature, RepeatPlan(context, sms, bool(flags["do_expand"])))
+        return plan
+
+    def _check_alike(self, x: Payload, options: tuple[Any, ...]) -> tuple[DeviceContext, int, dict[str, Any]]:
+        """Check what dispatches of both kinds are given. Returns the context, SMs and flags."""
         context = self._contexts.of("x", x)
         arguments.check_rows_with_scales(x, "tokens", context.device)
-        check_flags(**dict(zip(_FLAGS, flags, strict=True)))
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
+        *_, num_sms, num_qps, given = options
+        flags = dict(zip(_FLAGS, given, strict=True))
+        check_flags(**flags)
         check_whole("num_qps", num_qps, 0)
-        for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
-            if value is not None:
-                raise invalid(argument, arguments.describe(value), "None with a handle")
-        return RepeatPlan(context, sms, bool(flags[_FLAGS.index("do_expand")]))
+        return context, check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms, flags
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -451,11 +437,6 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
                 held = getattr(handle, argument)
                 raise invalid(argument, value, f"{held}, as in the handle's dispatch")
         self._check_weights(topk_weights, handle.topk_idx)
-
-    def _check_ids(self, topk_idx: Any, wanted: elastic_rows.Wanted) -> None:
-        arguments.check_expert_ids(topk_idx, wanted.num_experts)
-        if wanted.do_expand:
-            arguments.check_distinct_experts(topk_idx)
 
     def _check_weights(self, topk_weights: object, ids: Tensor) -> Tensor | None:
         if topk_weights is None:

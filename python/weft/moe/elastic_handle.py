@@ -122,10 +122,9 @@ class LateFields:
         device, make = self.recv_topk_idx.device, LATE_FIELDS[name]
         if device.type != "cuda" or current_stream(device.index) == self.stream:
             return make(self)
-        current = torch.cuda.current_stream(device)
         if torch.cuda.is_current_stream_capturing():  # which may not wait for a stream outside
             return make(self)
-        own = torch.cuda.ExternalStream(self.stream, device)
+        current, own = torch.cuda.current_stream(device), torch.cuda.ExternalStream(self.stream, device)
         with torch.cuda.stream(own):
             value = make(self)
         current.wait_stream(own)

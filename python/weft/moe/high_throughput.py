@@ -22,7 +22,7 @@ from weft.runtime.allocation import tensor_form
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
-def parts_of(x: Any) -> tuple[Any, Any]:
+def rows_and_scales(x: Any) -> tuple[Any, Any]:
     """Return rows and scales; anything else itself, which has no signature."""
     return tuple(x) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 

@@ -22,7 +22,7 @@ from weft.moe.config import MAX_ALIGNMENT, Config, check_whole
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
-from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload, parts_of
+from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload, rows_and_scales
 from weft.runtime.modes import are_modes_on, outside_modes
 from weft.runtime.plain import signature_of
 
@@ -186,7 +186,7 @@ class HighThroughputCalls:
             return self._dispatch_again(x, handle, topk_idx, topk_weights, config, previous, async_finish)
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
         options = (isinstance(x, Tensor), expert_alignment, num_worst_tokens)
-        rows, scales = parts = parts_of(x)
+        rows, scales = parts = rows_and_scales(x)
         signature = signature_of((*parts, *given, topk_idx, topk_weights), b"dispatch", *options)
         plan: DispatchPlan | None = self._contexts.plans.get(signature)
         if plan is None:

@@ -19,6 +19,7 @@
 #include "support/fake_mlx5.h"
 #include "support/nic_model.h"
 #include "support/ranks.h"
+#include "support/places.h"
 #include "transports/ibgda/mlx5_nic.h"
 #include "transports/list.h"
 
@@ -256,7 +257,7 @@ struct NcclFixture {
 #endif
   static std::vector<int> ranks() { return {3}; }
   static void set_up() {
-    Settings::set({{"WEFT_NCCL_LIBRARY", text("{}/libnccl.so.{}", WEFT_STAND_INS, kVersion).c_str()}});
+    Settings::set({{"WEFT_NCCL_LIBRARY", text("{}/libnccl.so.{}", kStandInsDir, kVersion).c_str()}});
   }
   static void tear_down() { Settings::clear({"WEFT_NCCL_LIBRARY"}); }
 };
@@ -306,7 +307,7 @@ struct NvshmemFixture {
   static std::vector<RanksAre> kinds() { return {RanksAre::kProcesses}; }
 #endif
   static std::vector<int> ranks() { return {3}; }
-  static void set_up() { Settings::set({{"WEFT_NVSHMEM_LIBRARY", WEFT_STAND_INS "/libnvshmem_host.so.3"}}); }
+  static void set_up() { Settings::set({{"WEFT_NVSHMEM_LIBRARY", text("{}/libnvshmem_host.so.3", kStandInsDir).c_str()}}); }
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 

@@ -21,6 +21,7 @@
 #include "support/channel_replay.cuh"
 #include "support/fake_devx.h"
 #include "support/far_memory.h"
+#include "support/places.h"
 
 namespace weft::testing {
 
@@ -57,7 +58,7 @@ class IbgdaPosts : public ::testing::TestWithParam<Where> {
     const auto driver = cuda_driver();
     if (!driver.ok()) GTEST_SKIP() << driver.status().message();
     gpus_ = (*driver)->device_count;
-    set_toolchain({"", {}, WEFT_SOURCE_DIR});
+    set_toolchain({"", {}, testing::kSourceDir});
     result("gpus", gpus_);
     result("ranks_per_gpu", gpus_ < 2 ? 2 : 1);
   }

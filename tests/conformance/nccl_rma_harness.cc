@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/conformance/nccl_rma_harness.h"
+#include "support/places.h"
 
 #include <dlfcn.h>
 
@@ -36,14 +37,14 @@ void logger(NcclLogLevel level, unsigned long, const char*, int, const char* for
 }
 
 const void* find_table(const std::string& symbol) {
-  if (*WEFT_NCCL_RMA == 0) {
+  if (*weft::testing::kNcclRmaFile == 0) {
     const std::map<std::string, const void*> linked = {{"ncclRmaPlugin_v13", &ncclRmaPlugin_v13},
                                                        {"ncclRmaPlugin_v14", &ncclRmaPlugin_v14},
                                                        {"ncclGinPlugin_v13", &ncclRmaPlugin_v13}};
     const auto found = linked.find(symbol);
     return found == linked.end() ? nullptr : found->second;
   }
-  void* library = dlopen(WEFT_NCCL_RMA, RTLD_NOW | RTLD_LOCAL);
+  void* library = dlopen(weft::testing::kNcclRmaFile, RTLD_NOW | RTLD_LOCAL);
   EXPECT_NE(library, nullptr) << dlerror();
   return library ? dlsym(library, symbol.c_str()) : nullptr;
 }

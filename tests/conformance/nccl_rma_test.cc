@@ -2,7 +2,7 @@
 //
 // libnccl-rma-weft.so as NCCL uses it, through its exported tables: both versions, ranks as threads over the loopback
 // with faults and as processes over tcp and shm.
-#ifdef WEFT_NCCL_RMA
+#ifdef WEFT_HAS_NCCL_RMA
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -11,6 +11,7 @@
 
 #include "conformance/fixtures.h"
 #include "kernels/core/wait.cuh"
+#include "support/places.h"
 #include "support/stand_in_nccl.h"
 #include "transports/nccl/library.h"
 
@@ -26,7 +27,7 @@ constexpr uint64_t kBytes = 100'000;
 const Device kGpu{Device::Kind::kCuda, 0};
 
 std::string path_of(const char* version) {
-  return text("{}/libnccl.so.{}", WEFT_STAND_INS, version);
+  return text("{}/libnccl.so.{}", testing::kStandInsDir, version);
 }
 
 void use(const std::string& path) {

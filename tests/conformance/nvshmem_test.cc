@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include "conformance/fixtures.h"
+#include "support/places.h"
 
 namespace weft {
 namespace {
@@ -28,7 +29,7 @@ class Nvshmem : public ::testing::Test {
 };
 
 TEST_F(Nvshmem, ALibraryThatIsTooOldIsRefusedByItsVersion) {
-  Settings::set({{"WEFT_NVSHMEM_LIBRARY", WEFT_STAND_INS "/libnvshmem_host.so.2"}});
+  Settings::set({{"WEFT_NVSHMEM_LIBRARY", text("{}/libnvshmem_host.so.2", testing::kStandInsDir).c_str()}});
   EXPECT_THAT(nvshmem_transport().caps(kGpu).unusable_because,
               AllOf(HasSubstr("is NVSHMEM 2.7.2"), HasSubstr("3.0 or newer")));
 }

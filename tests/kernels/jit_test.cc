@@ -14,6 +14,7 @@
 #include "jit/host_kernels.h"
 #include "jit/toolchain.h"
 #include "kernels/moe/high_throughput_args.h"
+#include "support/places.h"
 #include "transports/mapped/channel.cuh"
 
 namespace weft {
@@ -98,7 +99,7 @@ KernelKey layout_key() {
 class JitTest : public testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
-    set_toolchain({"", {}, WEFT_SOURCE_DIR});
+    set_toolchain({"", {}, testing::kSourceDir});
     if (GetParam().is_host()) return;
     if (const auto driver = cuda_driver(); !driver.ok()) GTEST_SKIP() << driver.status().message();
     if (const auto nvrtc = Nvrtc::open(); !nvrtc.ok()) GTEST_SKIP() << nvrtc.status().message();

@@ -96,7 +96,7 @@ KernelKey layout_key() {
   return {"kernels/moe/high_throughput_layout.cuh", "dispatch_layout", "LayoutArgs", "MappedMesh", {}, 256};
 }
 
-class JitTest : public testing::TestWithParam<Device> {
+class JitTest : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
     set_toolchain({"", {}, testing::kSourceDir});
@@ -175,7 +175,7 @@ TEST_P(JitTest, AnUnknownKernelIsRefused) {
   key.name = "no_such_kernel";
   const auto kernel = jit().get(key);
   ASSERT_FALSE(kernel.ok());
-  EXPECT_THAT(kernel.status().message(), testing::HasSubstr("no_such_kernel"));
+  EXPECT_THAT(kernel.status().message(), ::testing::HasSubstr("no_such_kernel"));
 }
 
 TEST_P(JitTest, WrongSizesAndEmptyGridsAreInvalid) {
@@ -222,7 +222,7 @@ TEST_P(JitTest, AKernelThatCannotBeCompiledFailsForWhoAsks) {
   Jit::finish_preparing();
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, JitTest, testing::Values(kHost, kGpu),
+INSTANTIATE_TEST_SUITE_P(Devices, JitTest, ::testing::Values(kHost, kGpu),
                          [](const auto& device) { return device.param.is_host() ? "host" : "cuda"; });
 
 }  // namespace

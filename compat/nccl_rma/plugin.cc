@@ -4,8 +4,8 @@
 #include <filesystem>
 
 #include "base/config.h"
+#include "base/cuda_copies.h"
 #include "base/log.h"
-#include "transfer/copier.h"
 
 namespace weft::nccl_rma {
 namespace {
@@ -45,7 +45,7 @@ bool Plugin::is_first(const std::string& line) {
 
 Status Plugin::init(NcclLogger logger) {
   WEFT_TRY(config_status());
-  transfer::copy_in_own_context();  // kernels wait for what NCCL puts
+  copy_in_own_context();  // kernels wait for what NCCL puts
   if (logger && logger_.exchange(logger) != logger)
     set_log_sink([this](LogLevel level, const std::string& line) {
       const bool is_news = level <= LogLevel::kWarn && is_first(line);

@@ -12,12 +12,12 @@
 
 #include "base/log.h"
 #include "base/random.h"
+#include "base/same_host.h"
 #include "providers/fabric/address.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/nic.h"
 #include "providers/fabric/page_streams.h"
 #include "providers/fabric/region_name.h"
-#include "providers/fabric/same_host.h"
 #include "providers/fabric/shm_rails.h"
 
 namespace weft::provider {

@@ -10,8 +10,8 @@
 #include <system_error>
 
 #include "base/random.h"
+#include "base/same_host.h"
 #include "base/text.h"
-#include "providers/fabric/same_host.h"
 
 namespace weft::provider {
 namespace {

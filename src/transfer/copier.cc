@@ -1,40 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transfer/copier.h"
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
 
-#include "base/cuda_driver.h"
+#include "base/cuda_copies.h"
 
 namespace weft::transfer {
 namespace {
-
-std::atomic<bool> in_own_context = false;
-
-// Made on first use and kept.
-Result<CUcontext> own_context(const CudaDriver& driver, int ordinal) {
-  static std::mutex mutex;
-  static std::map<int, CUcontext> contexts;
-  std::lock_guard lock(mutex);
-  if (auto found = contexts.find(ordinal); found != contexts.end()) return found->second;
-  CUdevice device = 0;
-  CUcontext context = nullptr, popped = nullptr;
-  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
-  WEFT_TRY(cuda_status(driver.cuCtxCreate(&context, 0, device), "making a context for copies on device {}",
-                       ordinal));
-  WEFT_TRY(cuda_status(driver.cuCtxPopCurrent(&popped), "leaving the context for copies"));
-  contexts[ordinal] = context;
-  return context;
-}
-
-Result<CudaContext> enter_copies(int device) {
-  if (!in_own_context.load(std::memory_order_relaxed)) return CudaContext::enter(device);
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(CUcontext context, own_context(*driver, device));
-  return CudaContext::enter(context);
-}
 
 // One stream per device, made on first use and kept: copies neither wait for nor hold up the user's streams.
 Result<CUstream> copy_stream(const CudaDriver& driver, int device) {
@@ -61,10 +35,6 @@ Status cuda_copy(void* to, const void* from, uint64_t bytes, int device) {
 
 }  // namespace
 
-void copy_in_own_context() {
-  in_own_context.store(true, std::memory_order_relaxed);
-}
-
 Status copy_to_host(void* host, const void* from, uint64_t bytes, const provider::Range& range) {
   if (range.kind == provider::MemoryKind::kCuda) return cuda_copy(host, from, bytes, range.device);
   if (bytes) std::memcpy(host, from, bytes);
@@ -82,7 +52,7 @@ CopyQueue::CopyQueue(int device) : device_(device) {}
 CopyQueue::~CopyQueue() {
   if (!event_) return;
   const auto driver = cuda_driver();
-  auto context = enter_copies(device_);
+  auto context = enter_copy_context(device_);
   if (!driver.ok() || !context.ok()) return;
   const RelaxedCapture relaxed(**driver);
   (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
@@ -95,7 +65,7 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
     return {};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
+  WEFT_TRY_ASSIGN(CudaContext context, enter_copy_context(device_));
   const RelaxedCapture relaxed(*driver);
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   WEFT_TRY(cuda_status(driver->cuMemcpyAsync(address(to), address(from), bytes, stream), "copying {} bytes",
@@ -107,7 +77,7 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
 Status CopyQueue::seal() {
   if (!is_pending_) return {};
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device_));
+  WEFT_TRY_ASSIGN(CudaContext context, enter_copy_context(device_));
   const RelaxedCapture relaxed(*driver);
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   CUevent event = static_cast<CUevent>(event_);
@@ -142,7 +112,7 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
   release();
   if (device >= 0) {
     WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-    WEFT_TRY_ASSIGN(CudaContext context, enter_copies(device));
+    WEFT_TRY_ASSIGN(CudaContext context, enter_copy_context(device));
     const RelaxedCapture relaxed(*driver);
     void* made = nullptr;
     WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes",

@@ -14,11 +14,6 @@
 
 namespace weft::transfer {
 
-// From now on copies of this library run in a CUDA context of their own on each GPU, which takes some hundred MB there. For
-// copies that a kernel waits for: a thread of the user that waits for that kernel inside the driver, as Tensor.cpu() does,
-// holds the lock of the primary context, and a copy there would wait for it. Before the first copy.
-void copy_in_own_context();
-
 // `range` says what kind of memory the other pointer is in.
 Status copy_to_host(void* host, const void* from, uint64_t bytes, const provider::Range& range);
 Status copy_from_host(void* to, const void* host, uint64_t bytes, const provider::Range& range);

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "providers/fabric/same_host.h"
+#include "base/same_host.h"
 
 namespace weft {
 namespace {

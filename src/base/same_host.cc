@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "providers/fabric/same_host.h"
+#include "base/same_host.h"
 
 #include <unistd.h>
 
@@ -10,7 +10,7 @@
 #include "base/process_name.h"
 #include "base/random.h"
 
-namespace weft::provider {
+namespace weft {
 namespace {
 
 // Drops the first `bytes` bytes of a list.
@@ -74,4 +74,4 @@ int check_grant(const Neighbour& neighbour, uint64_t key) {
   return seen == key ? 0 : EKEYREVOKED;
 }
 
-}  // namespace weft::provider
+}  // namespace weft

@@ -14,7 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace weft::provider {
+namespace weft {
 
 struct Neighbour {
   pid_t pid = 0;
@@ -43,4 +43,4 @@ void take_back(uint64_t key);
 // because memory is not used again before its key is taken back.
 int check_grant(const Neighbour& neighbour, uint64_t key);
 
-}  // namespace weft::provider
+}  // namespace weft

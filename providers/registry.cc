@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "providers/cuda/cuda.h"
 #include "providers/fabric/fabric.h"
 #include "providers/loopback/loopback.h"
 #include "providers/provider.h"
@@ -28,6 +29,7 @@ const std::vector<Maker>& makers() {
       {"fabric:verbs", [] { return make_fabric("verbs"); }},
       {"fabric:tcp", [] { return make_fabric("tcp"); }},
       {"fabric:shm", [] { return make_fabric("shm"); }},
+      {"cuda", [] { return make_cuda(); }},
       {"loopback", [] { return std::make_shared<Loopback>(); }},
   };
   return all;

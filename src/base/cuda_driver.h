@@ -58,6 +58,7 @@ constexpr int CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110;
 constexpr int CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116;
 constexpr int CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118;
 constexpr int CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH = 120;
+constexpr int CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122;
 constexpr int CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124;
 constexpr int CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128;
 constexpr int CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134;
@@ -219,6 +220,8 @@ struct CUlaunchConfig {
                      (void*, CUmemGenericAllocationHandle, int, unsigned long long))                        \
   WEFT_CUDA_FUNCTION(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle,                        \
                      (CUmemGenericAllocationHandle*, void*, int))                                           \
+  WEFT_CUDA_FUNCTION(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle,                              \
+                     (CUmemGenericAllocationHandle*, void*))                                                \
   WEFT_CUDA_FUNCTION(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity,                          \
                      (size_t*, const CUmemAllocationProp*, int))                                            \
   WEFT_CUDA_FUNCTION(cuMemGetHandleForAddressRange, cuMemGetHandleForAddressRange,                          \
@@ -245,6 +248,8 @@ struct CUlaunchConfig {
   WEFT_CUDA_FUNCTION(cuStreamWaitEvent, cuStreamWaitEvent, (CUstream, CUevent, unsigned))                   \
   WEFT_CUDA_FUNCTION(cuStreamIsCapturing, cuStreamIsCapturing, (CUstream, int*))                            \
   WEFT_CUDA_FUNCTION(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int*))          \
+  WEFT_CUDA_FUNCTION(cuStreamWriteValue64, cuStreamWriteValue64_v2,                                         \
+                     (CUstream, CUdeviceptr, uint64_t, unsigned))                                           \
   WEFT_CUDA_FUNCTION(cuEventCreate, cuEventCreate, (CUevent*, unsigned))                                    \
   WEFT_CUDA_FUNCTION(cuEventDestroy, cuEventDestroy_v2, (CUevent))                                          \
   WEFT_CUDA_FUNCTION(cuEventRecord, cuEventRecord, (CUevent, CUstream))                                     \

@@ -12,7 +12,10 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "jit/copy_pages.h"
+#include "kernels/core/copy_pages.cuh"
 #include "measure/transfer_loop.h"
+#include "providers/cuda/cuda.h"
 #include "providers/fabric/library.h"
 #include "providers/loopback/loopback.h"
 #include "transfer/engine.h"
@@ -456,9 +459,17 @@ void bind_loops(nb::module_& module) {
              });
 }
 
+// Rails of GPUs know no compiler: this is where they get their kernel.
+Status copy_stretches(int device, void* stream, const provider::Stretch* list, uint32_t count,
+                      uint64_t longest_bytes) {
+  static_assert(sizeof(provider::Stretch) == sizeof(PageCopy));
+  return copy_pages(device, stream, reinterpret_cast<const PageCopy*>(list), count, longest_bytes);
+}
+
 }  // namespace
 
 void bind_transfer(nb::module_& module) {
+  provider::give_copy_kernel(prepare_copy_pages, copy_stretches);
   bind_handles(module);
   bind_providers(module);
   bind_engine(module);

@@ -3,6 +3,7 @@
 // Kernels that stand alone: rings, sparse fetches, and those that measure.
 #include "jit/host_kernel_rows.h"
 #include "kernels/core/channel_loop.cuh"
+#include "kernels/core/copy_pages.cuh"
 #include "kernels/core/exchange_floor.cuh"
 #include "kernels/core/fifo_load.cuh"
 #include "kernels/moe/engram.cuh"
@@ -18,6 +19,8 @@ void add_other_kernels(std::vector<KernelRow>& rows) {
     WEFT_HOST_KERNEL(kAny, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
     WEFT_HOST_KERNEL(kAny, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs,
                      ChannelLoopShape, 32, "");
+    WEFT_HOST_KERNEL(kMapped, "kernels/core/copy_pages.cuh", copy_pages, CopyPagesArgs, CopyPagesShape, 512,
+                     "");
     WEFT_HOST_KERNEL(kMapped, "kernels/core/exchange_floor.cuh", exchange_floor_run, ExchangeFloorArgs,
                      ExchangeFloorShape, 512, "way=0; way=1; way=2");
     WEFT_HOST_KERNEL(kPorts, "kernels/core/fifo_load.cuh", fifo_load_run, FifoLoadArgs, FifoLoadShape, 128,

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "providers/cuda/cuda.h"
 #include "tests/conformance/fake_verbs.h"
 #include "tests/conformance/transfer_fixture.h"
 
@@ -44,7 +45,10 @@ std::vector<Backend> backends() {
                  })});
   all.push_back(
       {"verbs_fake", []() -> Result<std::shared_ptr<provider::Provider>> { return make_fake_verbs(); }});
-  for (const char* name : {"fabric:tcp", "fabric:shm"}) {
+  all.push_back({"cuda_host_alone", []() -> Result<std::shared_ptr<provider::Provider>> {
+                   return provider::make_cuda({.host_alone = true});
+                 }});
+  for (const char* name : {"cuda", "fabric:tcp", "fabric:shm"}) {
     std::string label = name;
     std::replace(label.begin(), label.end(), ':', '_');
     all.push_back({label, [name] { return provider::find_provider(name); }});

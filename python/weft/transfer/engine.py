@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -67,13 +68,24 @@ def _core_provider(given: Any) -> Any:
     return _core.transfer_find_provider(given)
 
 
+def _nic_of_device(device: int | None, usable: list[str]) -> str:
+    """Return the NIC that is the GPU in use, of a provider whose NICs are GPUs; else the first one."""
+    torch = sys.modules.get("torch")  # the engine does without it
+    if device is None and torch is not None and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+    own = f"cuda:{device}"
+    return own if own in usable else usable[0]
+
+
 class TransferEngine:
     """Moves bytes between this process and others.
 
     Args:
         provider: ``fabric:efa``, ``fabric:cxi``, ``fabric:verbs``, ``verbs``, ``fabric:tcp``, ``fabric:shm``,
-            ``loopback``, a ``LoopbackNetwork``, or ``auto`` for the first of them with a usable NIC.
-        nics: names of the NICs to use, one rail each, also several times. None: the first usable one.
+            ``cuda`` (GPUs of one host), ``loopback``, a ``LoopbackNetwork``, or ``auto`` for the first of them with a
+            usable NIC.
+        nics: names of the NICs to use, one rail each, also several times. None: the first usable one; of ``cuda`` that
+            of ``device``, or of torch's current device.
         name: what peers' error messages call this engine; empty: host:process.
         device: CUDA device whose kernels write the numbers of ``watch``; None for the host.
         timeout_s: deadline of transfers and waits that give none; None: ``WEFT_TIMEOUT_S``.
@@ -106,7 +118,7 @@ class TransferEngine:
             if not usable:
                 whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
                 raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
-            nics = usable[:1]
+            nics = [_nic_of_device(device, usable)]
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None

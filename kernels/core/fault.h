@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A FaultBox is where a kernel says why it gave up: one record, in memory that the host can read while the
-// kernel runs. The first to raise writes it; later ones are dropped. Host and device share this header.
+// kernel runs. The first to raise writes it; later ones are dropped. It has a second record, for what the caller of this
+// rank did wrong: that ends no wait, so the call goes on, for the other ranks as if nothing were wrong. Host and device
+// share this header.
 #pragma once
 
 #include "kernels/target/target.h"
@@ -57,10 +59,12 @@ enum class Site : uint32_t {
   kQueueRefused,     // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
   kEngramFetch,      // engram: an entry of a peer behind a port
   kPortLayout,       // a port: a library's structure is not laid out as its headers say
+  kCombineExpert,  // low latency, a mistake: slot `peer` of token `expected` names expert `seen` at combine, to which
+                   // the dispatch did not send the token
 };
 
-struct FaultBox {
-  uint32_t claimed;  // 1 once somebody writes the record
+struct FaultRecord {
+  uint32_t claimed;  // not 0 once somebody writes the record
   uint32_t raised;   // 1 once the record is complete
   Site site;
   uint32_t self;
@@ -70,9 +74,14 @@ struct FaultBox {
   uint64_t seen;
   uint64_t waited_ns;
 };
-static_assert(sizeof(FaultBox) == 48);
+static_assert(sizeof(FaultRecord) == 48);
 
-WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected,
+struct FaultBox : FaultRecord {
+  FaultRecord mistake;
+};
+static_assert(sizeof(FaultBox) == 96);
+
+WEFT_DEVICE void raise(FaultRecord* box, Site site, uint32_t self, uint32_t peer, uint64_t expected,
                        uint64_t seen, uint64_t waited_ns, uint32_t detail = 0) {
   if (exchange_local(&box->claimed, uint32_t{1}) != 0) return;
   box->site = site;

@@ -114,9 +114,11 @@ WEFT_DEVICE constexpr uint64_t tiled_row(uint64_t row, uint64_t words) {
 
 // A combine's tensors.
 struct LowLatencyCombineMemory {
-  const std::byte* x;    // [Le][R * M] rows of x_row_bytes
-  const void* topk_idx;  // as given to the dispatch
-  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
+  const std::byte* x;  // [Le][R * M] rows of x_row_bytes
+  // [T][K] of id_bytes: those of the dispatch, some of them masked by -1 or in other slots of their token
+  const void* topk_idx;
+  // [T][K], of the slots of topk_idx, or of sent_idx; null: those of the dispatch, with kReplyReduced and weights = 1 in
+  // the shape, and then topk_idx is sent_idx
   const float* topk_weights;
   const int32_t* routes;  // of the dispatch
   std::byte* combined;    // [T][H]
@@ -124,6 +126,7 @@ struct LowLatencyCombineMemory {
   // u32[Le][signals_per_expert], written by this rank's other kernels: the rows behind one are there once it has reached
   // signal_value. Null: all rows are there.
   const uint32_t* signals;
+  const void* sent_idx;  // [T][K] of sent_id_bytes: what the dispatch was given
 };
 
 struct LowLatencyCombineArgs : LowLatencyCombineMemory {
@@ -141,9 +144,11 @@ struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   Divisor answer_parts;  // of each reply, which the warps of a block share out
   uint32_t node_ranks;   // of this rank's node, and how many owners one of them gathers replies for at most
   uint32_t node_carried;
-  const uint32_t* carriers;  // CarrierTables; null where each rank sends its own replies
+  uint32_t sent_id_bytes;
+  uint32_t has_kept_weights;  // 1: topk_weights are of the slots of sent_idx
+  const uint32_t* carriers;   // CarrierTables; null where each rank sends its own replies
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 352);
+static_assert(sizeof(LowLatencyCombineArgs) == 368);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

@@ -264,10 +264,12 @@ WEFT_DEVICE WarpShare warp_share(Blocks block, Warp warp) {
 }
 
 // A choice that names no expert counts as empty.
+WEFT_DEVICE int64_t expert_or_none(const LowLatencyCall& call, int64_t id) {
+  return id >= 0 && id < call.experts ? id : -1;
+}
 template <class Args>
 WEFT_DEVICE int64_t chosen_expert(const Args& a, uint64_t top_k, uint64_t token, uint64_t k) {
-  const int64_t expert = expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k);
-  return expert >= 0 && expert < a.call.experts ? expert : -1;
+  return expert_or_none(a.call, expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k));
 }
 
 }  // namespace low_latency

@@ -21,12 +21,7 @@ WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
   for (uint32_t i = c.block.rank(); i < c.a.call.tokens * parts; i += c.block.size()) {
     const uint32_t token = i / parts;
     const LinePart part{i % parts};
-    const uint32_t first = (c.has_lines() ? part.vec() : part.index) * 4;
-    const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
-    Vec16 vec{};
-    WEFT_UNROLL
-    for (uint32_t w = 0; w < 4; ++w)
-      if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
+    const Vec16 vec = c.weight_vec(token, (c.has_lines() ? part.vec() : part.index) * 4);
     auto* theirs = reinterpret_cast<Vec16*>(near_window(c.mesh, peer) + c.weights_at(c.mesh.rank(), token));
     if (c.has_lines())
       store_part(theirs, part, vec, c.tag());
@@ -241,30 +236,85 @@ WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
     return MappedReplies<C>{c};
 }
 
-// The weights of a message's slots, as bits: those that came with the dispatch, or those of its owner.
+// The bits of the weights of a message's slots: those that came with the dispatch, or those of its owner.
 template <class C>
-WEFT_DEVICE const uint32_t* weights_of(const C& c, const Message& m) {
-  const auto token = static_cast<uint32_t>(m.record[0]);
-  if (!c.takes_own_weights()) return reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
-  if (c.keeps_own(m.owner))
-    return reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k();
-  return reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
+struct MessageWeights {
+  const C& c;
+  const Message& m;
+  bool are_here;  // the token is of this rank, which tells itself nothing
+  bool moved;
+  const uint32_t* told;
+
+  WEFT_DEVICE MessageWeights(const C& combine, const Message& message)
+      : c(combine), m(message), are_here(c.takes_own_weights() && c.keeps_own(m.owner)), moved(false) {
+    told = !c.takes_own_weights()
+               ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
+               : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token()));
+    if (are_here) moved = !c.has_sent_ids() && c.has_moved(token());
+  }
+  WEFT_DEVICE uint32_t token() const { return static_cast<uint32_t>(m.record[0]); }
+  WEFT_DEVICE uint32_t operator()(uint32_t k) const {
+    return are_here ? c.weight_bits(token(), k, moved) : load_relaxed(told + k);
+  }
+};
+
+// Whether the weights that the warp has listed say that slots are masked. The warp.
+template <class C>
+WEFT_DEVICE bool lists_masked(const C& c, uint32_t count) {
+  bool has_any = false;
+  for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size())
+    has_any = has_any || bits_of_float(c.weights()[i]) == kMaskedWeight;
+  return c.takes_own_weights() && c.warp.any(has_any);
+}
+// Takes these out of the warp's list, and returns how many are left. The warp.
+template <class C>
+WEFT_DEVICE uint32_t drop_masked(const C& c, uint32_t count) {
+  uint32_t left = 0;
+  WEFT_ROLLED
+  for (uint32_t first = 0; first < count; first += c.warp.size()) {
+    const uint32_t i = first + c.warp.rank();
+    const float weight = i < count ? c.weights()[i] : 0.0f;
+    const int32_t row = i < count ? c.rows()[i] : 0;
+    const bool stays = i < count && bits_of_float(weight) != kMaskedWeight;
+    c.warp.sync();  // all have read what is written over
+    const uint32_t at = left + c.warp.count_below(stays);
+    left += c.warp.count(stays);
+    if (!stays) continue;
+    c.rows()[at] = row;
+    c.weights()[at] = weight;
+  }
+  c.warp.sync();
+  return left;
 }
 
-// One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
+// One reply: the weighted sum of the message's listed rows, to the slot of the first of them. Where it turns out that some
+// are masked the sum begins anew, without them.
 template <class C, class AwaitOwner, class Replies>
 WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, AwaitOwner await_owner,
                                 Replies& replies) {
   const auto token = static_cast<uint32_t>(m.record[0]);
+  bool has_weights = false, has_masked = false;
   auto get_weights = [&] {
+    if (has_weights) return true;
     if (!await_owner()) return false;
-    if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
-    const uint32_t* weights = weights_of(c, m);
-    list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
-    return true;
+    if (c.takes_own_weights() && c.has_lines()) {
+      if (!take_weight_lines(c, m.owner, token, count)) return false;
+    } else {
+      const MessageWeights<C> weights(c, m);
+      list_weights(c, count, [&](uint32_t k) { return float_of_bits(weights(k)); });
+    }
+    has_weights = true;
+    has_masked = lists_masked(c, count);
+    return !has_masked;
   };
   std::byte* reply = replies.place(m, token, c.slots());
-  return write_reply(c, m, count, reply, get_weights);
+  WEFT_ROLLED
+  while (!write_reply(c, m, count, reply, get_weights)) {
+    if (!has_masked) return false;
+    has_masked = false;
+    count = drop_masked(c, count);
+  }
+  return true;
 }
 
 // One reply per row, as it is.

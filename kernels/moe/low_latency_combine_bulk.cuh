@@ -48,15 +48,18 @@ class Replies {
   }
   WEFT_DEVICE RowList list() {
     const Message m{record_, owner_, 0, 0, false};
-    const uint32_t count = list_rows(c_, [&](uint32_t k) { return m.record[1 + k]; });
-    const uint32_t* weights = weights_of(c_, m);
+    uint32_t count = list_rows(c_, [&](uint32_t k) { return m.record[1 + k]; });
+    std::byte* out = count == 0 ? nullptr
+                                : near_window(c_.mesh, owner_) +
+                                      c_.reply_at(static_cast<uint32_t>(m.record[0]), c_.slots()[0], false);
+    const MessageWeights<C> weights(c_, m);
+    list_weights(c_, count, [&](uint32_t k) { return float_of_bits(weights(k)); });
+    if (lists_masked(c_, count)) count = drop_masked(c_, count);
     RowList list = lists_.list(
         c_, count,
         [&](uint32_t i) { return c_.a.x + static_cast<uint64_t>(c_.rows()[i]) * c_.a.x_row_bytes; },
-        [&](uint32_t i) { return float_of_bits(load_relaxed(weights + c_.slots()[i])); });
-    if (count != 0)
-      list.out = near_window(c_.mesh, owner_) +
-                 c_.reply_at(static_cast<uint32_t>(m.record[0]), c_.slots()[0], false);
+        [&](uint32_t i) { return c_.weights()[i]; });
+    list.out = out;
     record_ += c_.routes().record_words;
     if (++index_ != messages_) return list;
     list.owner = owner_;
@@ -121,6 +124,14 @@ class LateWord {
   uint32_t pieces_ = 0;    // that have left since
 };
 
+// The reply of a message whose rows are all masked. The warp.
+template <class C>
+WEFT_DEVICE void clear_reply(const C& c, std::byte* reply) {
+  for (uint32_t vec = c.warp.rank(); vec < c.row_vecs(); vec += c.warp.size())
+    store_vec(reinterpret_cast<Vec16*>(reply) + vec, Vec16{});
+  c.warp.sync();
+}
+
 template <class C, class Queue, class Writer>
 WEFT_DEVICE void answer_in_bulk(const C& c, Queue& queue, Writer& writer) {
   RowLists<C> lists(c);
@@ -143,7 +154,11 @@ WEFT_DEVICE void answer_in_bulk(const C& c, Queue& queue, Writer& writer) {
       word.count_piece();
     };
     sum_lists<Element>(
-        c, queue, [&] { return replies.take(); }, put, [&](const RowList& list) { word.note(list); });
+        c, queue, [&] { return replies.take(); }, put,
+        [&](const RowList& list) {
+          if (list.count == 0 && list.out) clear_reply(c, list.out);
+          word.note(list);
+        });
   });
   word.finish();
 }
@@ -162,7 +177,7 @@ class Tokens {
     if (token_ >= c_.a.call.tokens) return {};
     const uint32_t token = token_;
     token_ += share_.total;
-    find_ranks(c_, token);
+    if (find_ranks(c_, token)) report_strays(c_, token);
     const uint32_t count = list_rows(
         c_, [&](uint32_t k) { return await_reply(c_, token, k, 0) ? static_cast<int32_t>(k) : -1; });
     queue.sees_arrived();

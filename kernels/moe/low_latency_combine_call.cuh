@@ -2,6 +2,10 @@
 //
 // low_latency_combine_call.cuh: what every part of a low-latency combine knows: its sizes, where weights and replies stand
 // in a window, and what a warp keeps in shared memory: the rows that it sums and their weights.
+//
+// Other ranks know a token's slots as the dispatch had them. The combine's ids may mask some by an id below 0, and have the
+// others in other places: a slot means the row of its expert. So an owner tells weights by slots of the dispatch, and waits
+// for the replies that those bring. A masked slot has no weight, and its row is not looked at.
 #pragma once
 
 #include "kernels/moe/low_latency_handshake.cuh"
@@ -9,6 +13,16 @@
 
 namespace weft {
 namespace low_latency {
+
+// Bits of a weight that say: the slot is masked. Nobody's weight has them: see given_weight().
+inline constexpr uint32_t kMaskedWeight = 0xffffffffu;
+inline constexpr uint32_t kNanWeight = 0x7fc00000u;
+WEFT_DEVICE constexpr uint32_t unmasked(uint32_t weight) {
+  return weight == kMaskedWeight ? kNanWeight : weight;
+}
+// Of sent_slot().
+inline constexpr int32_t kMaskedSlot = -1;
+inline constexpr int32_t kStraySlot = -2;  // its expert is none that the dispatch sent the token to
 
 // Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
 template <bool kIsKept, class MeshT>
@@ -107,6 +121,72 @@ struct Combine {
   }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
+
+  // Whether the ids are those of the dispatch because they are the same memory.
+  WEFT_DEVICE bool has_sent_ids() const { return a.topk_idx == a.sent_idx; }
+  // What slot k of a token of this rank chose at the dispatch, and what it means now; -1: nothing.
+  WEFT_DEVICE int64_t sent_expert(uint32_t token, uint32_t k) const {
+    return expert_or_none(a.call, expert_at(a.sent_idx, a.sent_id_bytes, uint64_t{token} * top_k() + k));
+  }
+  WEFT_DEVICE int64_t meant_expert(uint32_t token, uint32_t k) const {
+    return chosen_expert(a, top_k(), token, k);
+  }
+  // The slot of the dispatch that brought the row which slot k means: the same one, or the first of that expert.
+  WEFT_DEVICE int32_t sent_slot(uint32_t token, uint32_t k) const {
+    const int64_t expert = meant_expert(token, k);
+    if (expert < 0) return kMaskedSlot;
+    if (sent_expert(token, k) == expert) return static_cast<int32_t>(k);
+    WEFT_ROLLED
+    for (uint32_t slot = 0; slot < top_k(); ++slot)
+      if (sent_expert(token, slot) == expert) return static_cast<int32_t>(slot);
+    return kStraySlot;
+  }
+  // Whether a token's ids are others than at the dispatch. One thread.
+  WEFT_DEVICE bool has_moved(uint32_t token) const {
+    uint32_t moved = 0;  // no branch: loads go together
+    WEFT_UNROLL
+    for (uint32_t k = 0; k < top_k(); ++k) moved |= sent_expert(token, k) != meant_expert(token, k) ? 1u : 0u;
+    return moved != 0;
+  }
+  // The bits of the weight with which a slot of the dispatch counts. `moved`: has_moved(). One thread.
+  WEFT_DEVICE uint32_t weight_bits(uint32_t token, uint32_t slot, bool moved) const {
+    return moved ? moved_weight(token, slot) : given_weight(token, slot);
+  }
+  // Those of four slots, from `first` on, as they travel. One thread.
+  WEFT_DEVICE Vec16 weight_vec(uint32_t token, uint32_t first) const {
+    Vec16 vec{};
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < top_k()) vec.words[w] = given_weight(token, first + w);
+    if (has_sent_ids() || !has_moved(token)) return vec;
+    WEFT_ROLLED
+    for (uint32_t w = 0; w < 4; ++w) {
+      const uint32_t weight = first + w < top_k() ? moved_weight(token, first + w) : 0;
+      WEFT_UNROLL
+      for (uint32_t word = 0; word < 4; ++word)
+        if (word == w) vec.words[word] = weight;
+    }
+    return vec;
+  }
+  WEFT_DEVICE uint32_t given_weight(uint32_t token, uint32_t k) const {
+    return unmasked(bits_of_float(a.topk_weights[uint64_t{token} * top_k() + k]));
+  }
+  // Which weight slot k has, whose row slot `sent` of the dispatch brought.
+  WEFT_DEVICE uint32_t weight_slot(uint32_t k, uint32_t sent) const {
+    return a.has_kept_weights != 0 ? sent : k;
+  }
+  WEFT_DEVICE uint32_t moved_weight(uint32_t token, uint32_t slot) const {
+    uint32_t weight = kMaskedWeight;
+    WEFT_ROLLED
+    for (uint32_t k = 0; k < top_k(); ++k) {
+      if (sent_slot(token, k) != static_cast<int32_t>(slot)) continue;
+      const uint32_t given = given_weight(token, weight_slot(k, slot));
+      weight = weight == kMaskedWeight
+                   ? given
+                   : unmasked(bits_of_float(add(float_of_bits(weight), float_of_bits(given))));
+    }
+    return weight;
+  }
 
   // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
   // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has

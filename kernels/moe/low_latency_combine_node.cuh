@@ -244,9 +244,9 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
   const int32_t* record = of.records + (noted >> kSlotBits) * c.routes().record_words;
   const bool has_own = noted != 0;
   if (has_own && c.a.signals && !await_rows(c, record)) return false;
-  const uint32_t* weights = has_own ? weights_of(c, {record, of.owner, part, 0, false}) : nullptr;
-  const uint32_t own_rows =
-      list_own_rows(c, record, has_own, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
+  const Message own{record, of.owner, part, 0, false};
+  const MessageWeights<C> weights(c, own);
+  const uint32_t own_rows = list_own_rows(c, record, has_own, weights);
   const uint32_t count = list_rows(c, [&](uint32_t k) { return place_of_slot(c, index, k); });
   const VecLayout layout{false, c.row_vecs(), c.tag()};
   with_row_element(c.shape, [&](auto element) {

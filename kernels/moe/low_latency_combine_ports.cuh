@@ -16,7 +16,7 @@ namespace low_latency {
 template <class C>
 WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   const auto rank_of = [&](uint32_t slot) {
-    const int64_t expert = chosen_expert(c.a, c.top_k(), token, slot);
+    const int64_t expert = c.sent_expert(token, slot);
     return expert < 0
                ? c.ranks()
                : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
@@ -66,13 +66,7 @@ WEFT_DEVICE void write_weights(const C& c, std::byte* at) {
   const uint32_t vecs = c.weight_vecs();
   WEFT_ROLLED
   for (uint32_t i = c.block.rank(); i < c.a.call.tokens * vecs; i += c.block.size()) {
-    const uint32_t token = i / vecs, first = i % vecs * 4;
-    const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
-    Vec16 vec{};
-    WEFT_UNROLL
-    for (uint32_t w = 0; w < 4; ++w)
-      if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
-    store_vec(reinterpret_cast<Vec16*>(at) + i, vec);
+    store_vec(reinterpret_cast<Vec16*>(at) + i, c.weight_vec(i / vecs, i % vecs * 4));
   }
 }
 

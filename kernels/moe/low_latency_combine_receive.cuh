@@ -11,17 +11,35 @@ namespace low_latency {
 
 // ---- step 3
 
-// Notes in slot_rank() who replies for a token's slots. The warp.
+// Notes in slot_rank() who replies for a token's slots. Of reduced replies these are the slots of the dispatch, of exact
+// ones those of the ids now. Returns whether ids have moved since. The warp.
 template <class C>
-WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
+WEFT_DEVICE bool find_ranks(const C& c, uint32_t token) {
+  const auto replier_of = [&](int64_t expert) {
+    return expert < 0
+               ? c.ranks()
+               : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
+  };
+  bool moved = false;
   for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
-    const int64_t expert = chosen_expert(c.a, c.top_k(), token, k);
-    c.slot_rank()[k] =
-        expert < 0
-            ? c.ranks()
-            : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
+    const int64_t expert = c.sent_expert(token, k);
+    moved = moved || (!c.has_sent_ids() && c.meant_expert(token, k) != expert);
+    c.slot_rank()[k] = replier_of(expert);
   }
+  moved = !c.has_sent_ids() && c.warp.any(moved);
+  if (moved && !is_reduced(c.shape.reply))
+    for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size())
+      c.slot_rank()[k] = c.sent_slot(token, k) < 0 ? c.ranks() : replier_of(c.meant_expert(token, k));
   c.warp.sync();
+  return moved;
+}
+// Says which slots of a token mean an expert that it was not sent to: they count as masked. The warp.
+template <class C>
+WEFT_DEVICE void report_strays(const C& c, uint32_t token) {
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size())
+    if (c.sent_slot(token, k) == kStraySlot)
+      raise(&c.a.call.wait.fault->mistake, Site::kCombineExpert, c.a.call.wait.self, k, token,
+            static_cast<uint64_t>(c.meant_expert(token, k)), 0);
 }
 
 // Whether slot k of the warp's token gets a reply of its own. One thread.
@@ -163,15 +181,22 @@ template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t piece = split / c.a.piece_splits;
   const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
-  const uint32_t own_rows = c.sums_own() ? list_own_rows(c, token) : 0;
-  find_ranks(c, token);
+  const bool moved = find_ranks(c, token);
+  if (moved && split == 0) report_strays(c, token);
+  const uint32_t own_rows = c.sums_own() ? list_own_rows(c, token, moved) : 0;
   const VecLayout layout{c.sent_lines(), c.row_vecs(), c.tag()};
+  const auto slot_of = [&](uint32_t k) {
+    return moved && !is_reduced(c.shape.reply) ? static_cast<uint32_t>(c.sent_slot(token, k)) : k;
+  };
   const uint32_t count = list_rows(c, [&](uint32_t k) {
-    return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k)
-                                                                              : -1;
+    return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece))
+               ? reply_number(c, token, slot_of(k))
+               : -1;
   });
   if (!is_reduced(c.shape.reply) || is_log(c.shape.reply))
-    list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+    list_weights(c, count, [&](uint32_t k) {
+      return is_reduced(c.shape.reply) ? 1.0f : weights[c.weight_slot(k, slot_of(k))];
+    });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
   if (is_log(c.shape.reply))
     decode_replies(c, layout, token, split, count);

@@ -9,43 +9,46 @@
 namespace weft {
 namespace low_latency {
 
-// What a reply that has come is found by: its slot, or its place among the replies to this rank.
+// What a reply that has come is found by: its slot of the dispatch, or its place among the replies to this rank.
 template <class C>
-WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t k) {
+WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t slot) {
   if constexpr (C::kPorts)
-    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + k));
+    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + slot));
   else
-    return static_cast<int32_t>(k);
+    return static_cast<int32_t>(slot);
 }
 
-// Lists, in the warp's own_rows() and weights(), this rank's own rows of a token, in slot order, as their record has them.
-// weight_of(k) is a slot's. Returns how many. The warp.
+// Lists, in the warp's own_rows() and weights(), this rank's own rows of a token, in slot order, as their record has them,
+// but for masked slots. weight_of(k) are the bits of a slot's. Returns how many. The warp.
 template <class C, class WeightOf>
 WEFT_DEVICE uint32_t list_own_rows(const C& c, const int32_t* record, bool has_record, WeightOf weight_of) {
   uint32_t count = 0;
   for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
     const uint32_t k = first + c.warp.rank();
     const int32_t row = k < c.top_k() ? record[1 + k] : -1;
-    const bool is_here = has_record && row >= 0;
+    const bool has_row = has_record && row >= 0;
+    const uint32_t weight = has_row ? weight_of(k) : kMaskedWeight;
+    const bool is_here = has_row && (!c.takes_own_weights() || weight != kMaskedWeight);
     const uint32_t at = count + c.warp.count_below(is_here);
     count += c.warp.count(is_here);
     if (!is_here) continue;
     c.own_rows()[at] = row;
-    c.weights()[at] = weight_of(k);
+    c.weights()[at] = float_of_bits(weight);
   }
   c.warp.sync();
   return count;
 }
-// The same of a token of this rank, whose batch has no other.
+// The same of a token of this rank, whose batch has no other. moved: of has_moved().
 template <class C>
-WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token) {
+WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token, bool moved) {
   const RoutesLayout routes = c.routes();
   const uint32_t batch_at = c.mesh.rank() * c.batches().count + token;
   const int32_t* record = c.a.routes + routes.records + batch_at * routes.record_words;
   const bool has_record = (c.a.routes[routes.counts + batch_at] & kMaxBatchTokens) != 0;
-  const float* weights = c.takes_own_weights() ? c.a.topk_weights + uint64_t{token} * c.top_k()
-                                               : reinterpret_cast<const float*>(record + 1 + c.top_k());
-  return list_own_rows(c, record, has_record, [&](uint32_t k) { return weights[k]; });
+  return list_own_rows(c, record, has_record, [&](uint32_t k) {
+    return c.takes_own_weights() ? c.weight_bits(token, k, moved)
+                                 : static_cast<uint32_t>(record[1 + c.top_k() + k]);
+  });
 }
 
 // What this rank would answer: the sum of the `count` rows that list_own_rows() has listed, rounded. The warp.

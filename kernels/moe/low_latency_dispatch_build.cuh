@@ -39,11 +39,20 @@ WEFT_DEVICE Range batch_tokens(const D& d, uint32_t batch) {
   return {first, first + share < tokens ? first + share : tokens};
 }
 
-// One warp: reads what a token chose.
+// One warp: reads what a token chose, and notes it for the combine, whose ids may be others. Where a send does not know
+// the routes, its caller keeps the ids.
 template <class D>
 WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
-    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a, d.top_k(), token, k));
+  const RoutesLayout routes = d.routes();
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+    const auto choice = static_cast<int32_t>(chosen_expert(d.a, d.top_k(), token, k));
+    d.slot_choice()[k] = choice;
+    if (!d.a.routes) continue;
+    const uint64_t at = uint64_t{token} * d.top_k() + k;
+    d.a.routes[routes.chosen + at] = choice;
+    if (d.has_weights())
+      d.a.routes[routes.weights + at] = static_cast<int32_t>(bits_of_float(d.a.topk_weights[at]));
+  }
   d.warp.sync();
 }
 

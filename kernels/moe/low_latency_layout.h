@@ -191,7 +191,8 @@ WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_
   return at;
 }
 
-// What a dispatch leaves for its combine, in 4-byte words: which rows answer which token. Offsets in words.
+// What a dispatch leaves for its combine, in 4-byte words: which rows answer which token, and what this rank's own tokens
+// chose. Offsets in words.
 struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
   uint64_t lines;   // 1: this rank's tokens travelled as lines
@@ -199,6 +200,8 @@ struct RoutesLayout {
   uint64_t
       records;  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
   uint64_t record_words;
+  uint64_t chosen;   // i32[M][K] of this rank's tokens, in the order of topk_idx: the expert or -1
+  uint64_t weights;  // f32[M][K], if any
   uint64_t words;
 };
 inline constexpr uint32_t kCameAsLines = 1 << 16;  // beyond kMaxBatchTokens
@@ -210,7 +213,10 @@ WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Batches batches
   at.counts = 4;
   at.records = at.counts + ranks * batches.count;
   at.record_words = 1 + top_k * (has_weights ? 2 : 1);
-  at.words = at.records + ranks * batches.count * batches.capacity * at.record_words;
+  const uint64_t tokens = uint64_t{batches.count} * batches.capacity;
+  at.chosen = at.records + ranks * tokens * at.record_words;
+  at.weights = at.chosen + tokens * top_k;
+  at.words = at.weights + (has_weights ? tokens * top_k : 0);
   return at;
 }
 

@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "bind/bind.h"
@@ -77,7 +78,10 @@ class FormCalls {
   }
   Status check_ids(const Memory& memory) const {
     const auto& form = plan_->form;
-    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts);
+    const EmptyIds empty =
+        std::is_same_v<Planned, PlannedCombine> ? EmptyIds::kBelowZero : EmptyIds::kMinusOne;
+    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts,
+                            empty);
   }
 
   LowLatency* mode_;
@@ -104,10 +108,10 @@ inline LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x
 inline LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress topk_idx,
                                               TensorAddress topk_weights, TensorAddress routes,
                                               TensorAddress combined, TensorAddress wait_cycles,
-                                              TensorAddress signals) {
+                                              TensorAddress signals, TensorAddress sent_idx) {
   return {pointer<std::byte>(x),     pointer<void>(topk_idx),      pointer<float>(topk_weights),
           pointer<int32_t>(routes),  pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
-          pointer<uint32_t>(signals)};
+          pointer<uint32_t>(signals), pointer<void>(sent_idx)};
 }
 
 }  // namespace weft

@@ -346,7 +346,7 @@ class WholeCombine : Whole<CombineCalls> {
     return run(arguments, state.routes, state.place(), combined, signals);
   }
   nb::tuple call_known(const Arguments& given, const nb::object& routes, TensorAddress routes_at) const {
-    return run(given, routes, routes_at, new_output(), nb::none());
+    return run(given, routes, routes_at, new_output(), nb::none(), false);
   }
 
  private:
@@ -359,7 +359,7 @@ class WholeCombine : Whole<CombineCalls> {
                 const nb::object& combined, const nb::object& signals) const {
     const LowLatencyCombineMemory memory =
         combine_memory(given.at(0), given.at(1), given.at(2), routes_at, address_of(combined), given.at(3),
-                       address_of(signals));
+                       address_of(signals), TensorAddress{});
     const auto tensors = [&] { return nb::make_tuple(given.tensors(), routes, combined, signals); };
     const Started started = start(given, memory, tensors, nb::none());
     return nb::make_tuple(combined, started.event, started.hook);

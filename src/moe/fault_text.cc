@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "kernels/moe/high_throughput_args.h"
 #include "kernels/moe/low_latency_layout.h"
 #include "moe/handle_id.h"
@@ -62,6 +63,8 @@ const char* operation(Site site) {
       return "engram_fetch";
     case Site::kLowLatencySignal:
       return "low_latency_combine.signal";
+    case Site::kCombineExpert:
+      return "low_latency_combine.ids";
     case Site::kCollective:
     case Site::kPeerMemory:
     case Site::kPeerWindow:
@@ -77,6 +80,8 @@ const char* operation(Site site) {
       return "proxy.flush";
     case Site::kPortRange:
       return "proxy.range";
+    case Site::kPortLayout:
+      return "port.layout";
     case Site::kQueueRoom:
       return "ibgda.post";
     case Site::kQueueOrder:
@@ -202,6 +207,29 @@ Status record_differs(const FaultBox& box) {
                 handle_number(box.seen));
 }
 
+// What a wait was for, and how far it got. Several messages, or lines, make an epoch: some may be there, and others not.
+std::string progress(const FaultBox& box) {
+  return box.expected == box.seen ? text("epoch {} has begun there, and not all of it came", box.expected)
+                                  : text("expected epoch {}, saw {}", box.expected, box.seen);
+}
+
+// Of FaultRecord::claimed: a lost peer that a call has reported. Every later call is refused for it.
+constexpr uint32_t kReported = 2;
+
+// What the caller of this rank did wrong in a call that went on without it.
+Status mistake_status(const FaultRecord& mistake) {
+  return Status::invalid(
+      "topk_idx: rank {}: slot {} of token {} names expert {}, to which the dispatch did not send that "
+      "token, "
+      "allowed: experts that the token had at the dispatch, in any slots, or ids below 0 for none",
+      mistake.self, mistake.peer, mistake.expected, mistake.seen);
+}
+
+void clear(FaultRecord& record) {
+  store_relaxed(&record.raised, uint32_t{0});
+  store_release(&record.claimed, uint32_t{0});
+}
+
 }  // namespace
 
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
@@ -263,17 +291,26 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
   if (box.site == Site::kPeerDied)
     return Status::make(Code::kPeerLost, "rank {}: {}", box.self, peers.lost());
   const std::string lost = peers.lost();
-  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}; {}",
-                      box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen,
+  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: {}; {}", box.self, what,
+                      seconds(box.waited_ns), box.peer, progress(box),
                       lost.empty() ? peers.fate(static_cast<int>(box.peer)) : lost);
 }
 
 Status take_fault(FaultBox& box, PeerWatch& peers) {
-  if (load_acquire(&box.raised) == 0) return {};
-  Status status = logged(fault_status(box, peers));
-  if (status.code() == Code::kPeerLost) return status;
-  store_relaxed(&box.raised, uint32_t{0});
-  store_release(&box.claimed, uint32_t{0});
+  if (load_acquire(&box.raised) != 0) {
+    const Status status = fault_status(box, peers);
+    const bool is_known = load_relaxed(&box.claimed) == kReported;
+    if (is_known)
+      return Status(status.code(), text("not made, as an earlier call failed: {}", status.message()));
+    if (status.code() == Code::kPeerLost)
+      store_relaxed(&box.claimed, kReported);
+    else
+      clear(box);
+    return logged(status);
+  }
+  if (load_acquire(&box.mistake.raised) == 0) return {};
+  Status status = logged(mistake_status(box.mistake));
+  clear(box.mistake);
   return status;
 }
 

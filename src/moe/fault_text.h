@@ -17,9 +17,9 @@ namespace weft {
 // stopped"
 Status fault_status(const FaultBox& box, PeerWatch& peers);
 
-// What a kernel gave up for, if one did; logged. A lost peer stays in the box, and every later look reports
-// it. Anything else is cleared: all ranks gave that call up and still count calls alike, so the next may
-// succeed.
+// What a kernel gave up for, if one did; logged. A lost peer stays in the box, and every later look says that it was
+// refused for it. Anything else is cleared: all ranks gave that call up and still count calls alike, so the next may
+// succeed. So is a mistake of this rank's caller, with which the call went on.
 Status take_fault(FaultBox& box, PeerWatch& peers);
 
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.

@@ -31,11 +31,11 @@ BulkRows bulk_rows_of(const std::string& setting) {
   return setting == "auto" ? BulkRows::kPlanned : setting == "never" ? BulkRows::kNever : BulkRows::kAlways;
 }
 
-// The first id that is neither -1 nor that of an expert; -1 where all are good.
+// The first id that is neither that of an expert nor from `least` to -1; -1 where all are good.
 template <class Id>
-int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts) {
+int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts, int64_t least) {
   for (uint64_t i = 0; i < count; ++i)
-    if (ids[i] < -1 || ids[i] >= experts) return ids[i];
+    if (ids[i] < least || ids[i] >= experts) return ids[i];
   return -1;
 }
 
@@ -394,6 +394,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   const uint32_t kind = combine_form(row_form, form.has_weights, all.node_ranks != 0);
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.row_bytes;
+  args.sent_id_bytes = form.sent_id_bytes;
+  args.has_kept_weights = form.kept_weights ? 1 : 0;
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
@@ -422,6 +424,18 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
 }
 
+// What a caller does not give the routes hold.
+LowLatencyCombineMemory LowLatency::filled(const PlannedCombine& plan, LowLatencyCombineMemory memory) const {
+  const LowLatencyCombineForm& form = plan.form;
+  const RoutesLayout at =
+      routes_layout(ranks(), plan.args.call.batches, form.top_k, form.dispatch_had_weights);
+  if (!memory.sent_idx) memory.sent_idx = memory.routes + at.chosen;
+  if (!form.has_weights) memory.topk_idx = memory.sent_idx;
+  if (form.kept_weights)
+    memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
+  return memory;
+}
+
 Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
                           uint32_t phases, void* stream) {
   return count_launch(combines_, plan, memory, ticket, phases, stream);
@@ -434,7 +448,7 @@ Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemo
   LowLatencyCombineArgs args = plan.args;
   args.call.phases = phases;
   args.call.ticket = ticket % kTickets;
-  static_cast<LowLatencyCombineMemory&>(args) = memory;
+  static_cast<LowLatencyCombineMemory&>(args) = filled(plan, memory);
   args.receive_splits = grid.receive_splits;
   args.piece_splits = grid.piece_splits;
   Launch how = grid.how;
@@ -442,16 +456,18 @@ Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemo
   return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
 }
 
-Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) {
-  const int64_t wrong = id_bytes == 8 ? wrong_id(static_cast<const int64_t*>(ids), count, experts)
-                                      : wrong_id(static_cast<const int32_t*>(ids), count, experts);
+Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts, EmptyIds empty) {
+  const int64_t least = empty == EmptyIds::kMinusOne ? -1 : std::numeric_limits<int64_t>::min();
+  const int64_t wrong = id_bytes == 8 ? wrong_id(static_cast<const int64_t*>(ids), count, experts, least)
+                                      : wrong_id(static_cast<const int32_t*>(ids), count, experts, least);
   if (wrong == -1) return {};
   return Status::invalid("topk_idx: got expert {}, allowed: -1 to {} (num_experts is {})", wrong, experts - 1,
                          experts);
 }
 
-Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const {
-  return limits_.is_cuda ? Status() : check_expert_ids(ids, id_bytes, count, experts);
+Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts,
+                             EmptyIds empty) const {
+  return limits_.is_cuda ? Status() : check_expert_ids(ids, id_bytes, count, experts, empty);
 }
 
 }  // namespace weft

@@ -74,8 +74,10 @@ struct LowLatencyCombineForm {
   uint32_t id_bytes = 8;
   int64_t reply = kReplyReduced;
   uint32_t row_bytes = 0;    // of x, a multiple of 16; with LogFMT, of 256
-  bool has_weights = false;  // topk_weights are given; else those of the dispatch count, with a reduced reply
+  bool has_weights = false;   // else those that went with the dispatch count, and its ids, with a reduced reply
+  bool kept_weights = false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
   bool dispatch_had_weights = false;
+  uint32_t sent_id_bytes = sizeof(int32_t);  // of sent_idx; without these, of what the routes keep
   // When rows of x are there: see LowLatencyCombineArgs.
   uint32_t signal_value = 0;
   uint32_t signals_per_expert = 0;
@@ -136,8 +138,11 @@ Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& 
 // range or ranks differ; those of Communicator::show().
 Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
 
-// Whether ids [count] in host memory are -1 or of experts: kInvalid with the first that is not.
-Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts);
+// Whether ids [count] in host memory are empty or of experts: kInvalid with the first that is not. A combine takes any id
+// below 0 for empty, as DeepEP does.
+enum class EmptyIds { kMinusOne, kBelowZero };
+Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts,
+                        EmptyIds empty = EmptyIds::kMinusOne);
 
 class LowLatency {
  public:
@@ -157,7 +162,8 @@ class LowLatency {
   Status launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
                 uint32_t phases, void* stream);
   // On CUDA ids are not looked at: it would stall the stream.
-  Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const;
+  Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts,
+                   EmptyIds empty) const;
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
   uint32_t next_ticket() { return ticket_++ % kTickets; }
 
@@ -238,6 +244,7 @@ class LowLatency {
                uint32_t phases, void* stream);
   Status start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
                uint32_t phases, void* stream);
+  LowLatencyCombineMemory filled(const PlannedCombine& plan, LowLatencyCombineMemory memory) const;
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                 const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }

@@ -81,6 +81,8 @@ void add_sizes(Fields& known, const LowLatencyCombineArgs& args) {
   add_sizes_of_any(known, args);
   WEFT_KNOWN(pieces);
   WEFT_KNOWN(owner_jobs);
+  WEFT_KNOWN(sent_id_bytes);
+  WEFT_KNOWN(has_kept_weights);
   WEFT_KNOWN(signal_value);
   WEFT_KNOWN(signals_per_expert);
   WEFT_KNOWN(signal_rows);

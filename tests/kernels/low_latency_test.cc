@@ -14,6 +14,7 @@
 #include <random>
 #include <thread>
 
+#include "base/text.h"
 #include "kernels/low_latency_rounds.h"
 
 namespace weft {
@@ -300,6 +301,39 @@ TEST(LowLatency, TheLeastRegionServesEvenWhereOnlySomeLinesFit) {
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region, 1, kUsual);
     for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+  });
+}
+
+// ---- faults
+
+TEST(LowLatencyFaults, SayHowMuchCameAndWhatIsRefusedForIt) {
+  run_ranks(RanksAre::kThreads, 1, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
+    ASSERT_EQ(comm.status().message(), "");
+    PeerWatch& peers = (*comm)->peers();
+    FaultBox box{};
+    raise(&box, Site::kLowLatencyCombineRecv, 0, 0, 2, 2, 1'000'000'000);
+    raise(&box.mistake, Site::kCombineExpert, 0, 1, 3, 5, 0);
+    const std::string first = take_fault(box, peers).message();
+    EXPECT_THAT(first, HasSubstr("epoch 2 has begun there, and not all of it came"));
+    EXPECT_THAT(first, ::testing::Not(HasSubstr("saw 2")));
+    EXPECT_EQ(take_fault(box, peers).message(), "not made, as an earlier call failed: " + first);
+  });
+}
+
+TEST(LowLatencyFaults, AMistakeIsToldOnce) {
+  run_ranks(RanksAre::kThreads, 1, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
+    ASSERT_EQ(comm.status().message(), "");
+    FaultBox box{};
+    for (uint32_t slot : {1u, 4u}) {
+      raise(&box.mistake, Site::kCombineExpert, 0, slot, 3, 5, 0);
+      EXPECT_EQ(box.raised, 0u);  // no wait ends for it
+      const Status told = take_fault(box, (*comm)->peers());
+      EXPECT_EQ(told.code(), Code::kInvalid);
+      EXPECT_THAT(told.message(), HasSubstr(text("slot {} of token 3 names expert 5", slot)));
+      EXPECT_TRUE(take_fault(box, (*comm)->peers()).ok());
+    }
   });
 }
 

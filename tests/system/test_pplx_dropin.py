@@ -179,6 +179,29 @@ def test_a_combine_sums_with_its_own_weights() -> None:
     run_ranks(3, _other_weights, with_gpus=False)
 
 
+def _other_indices(rank: Rank) -> None:
+    """A combine's indices may be in other slots than the dispatch's, or masked: a slot means the row of its expert."""
+    kernel, dispatching, indices, weights = _few(rank, TOKENS)
+    sent = indices.view(torch.int32).clone()
+    out, local = torch.empty(TOKENS, 64), -(-EXPERTS // rank.size)
+    masked = sent.clone()
+    masked[:, 0] = -1
+    for ids in (sent.flip(1), masked, masked.flip(1), sent):
+        kernel.dispatch(**dispatching)
+        y, at = dispatching["out_expert_x"].clone(), 0
+        for expert, count in enumerate(dispatching["out_expert_num_tokens"].tolist()):
+            y[at : at + count] *= rank.rank * local + expert + 1
+            at += count
+        kernel.combine(out, ids.view(indices.dtype), weights, y)
+        factor = (weights * (ids + 1) * (ids >= 0)).sum(1, keepdim=True)
+        torch.testing.assert_close(out, dispatching["dp_x"] * factor)
+    kernel.destroy()
+
+
+def test_a_combine_finds_rows_by_its_own_indices() -> None:
+    run_ranks(3, _other_indices, with_gpus=False)
+
+
 def _received_again(rank: Rank) -> None:
     """A receive into tensors that are too small, or no tensors for it, is no receive."""
     kernel, dispatching, indices, weights = _few(rank, TOKENS)

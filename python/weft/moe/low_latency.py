@@ -226,8 +226,9 @@ class LowLatencyCalls:
         Args:
             x: bf16 [Le, R * M, hidden], contiguous, in the places of recv_x; hidden need not be dispatch's, but is the
                 same on all ranks, and a multiple of 8.
-            topk_idx, topk_weights: as given to the dispatch; weights float32 [T, K], or None when the
-                dispatch had them.
+            topk_idx: as given to the dispatch. Slots may be masked, by any id below 0, and a token's ids may be in
+                other slots: a slot means the row of its expert. topk_weights: float32 [T, K], of these slots; None
+                when the dispatch had them: then those, of its slots.
             handle: what the dispatch returned; its hook, if it returned one, has run.
             use_logfmt: rows travel as LogFMT-10, where a block of channels allows; hidden a multiple of 128.
             zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x.
@@ -250,8 +251,9 @@ class LowLatencyCalls:
                 32 with src_signals; 0: all. On the CPU not looked at.
         Returns: (combined_x bf16 [T, hidden], event, hook or None). Slots of -1, and of masked ranks, add
         nothing.
-        Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
-        whose own signals stay away, naming the expert.
+        Raises: weft.Error also, on all ranks, when they answer different dispatches; on this rank when a slot names an
+        expert that the dispatch did not send its token to. The call then went on for the others, without that slot; on
+        CUDA a later call raises it. weft.PeerLost also on a rank whose own signals stay away, naming the expert.
         """
         tensors = (x, topk_idx, topk_weights, combine_wait_recv_cost_stats)
         options = (b"ll_combine", use_logfmt, exact, async_finish, return_recv_hook)
@@ -362,10 +364,8 @@ class LowLatencyCalls:
         shape = (form.num_tokens, form.top_k)
         ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, context.device)
         weights = arguments.check_optional("topk_weights", topk_weights, shape, torch.float32, context.device)
-        if weights is None and (reply != _core.REPLY_REDUCED or not form.had_weights):
-            raise invalid(
-                "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
-            )
+        if weights is None and not form.had_weights:
+            raise invalid("topk_weights", "None", "float32 weights; None only if the dispatch had them")
         if reply == _core.REPLY_EXACT_LOG and hidden % SCALE_GROUP:
             raise invalid("use_logfmt", f"True for hidden {hidden}", f"multiples of {SCALE_GROUP}")
         facts = {
@@ -376,7 +376,8 @@ class LowLatencyCalls:
             "id_bytes": ids.element_size(),
             "reply": reply,
             "row_bytes": hidden * 2,
-            "has_weights": weights is not None,
+            "has_weights": True,
+            "kept_weights": weights is None,
             "dispatch_had_weights": form.had_weights,
             "signal_value": signals.value,
             "signals_per_expert": signals.per_expert,

@@ -63,6 +63,7 @@ class P2PHandle:
     ) -> None:
         self.context = context
         self.num_tokens, self.id_bytes = int(ids.size(0)), ids.element_size()  # of this rank
+        self.is_bounded = False  # rows past a bound have no ids, whatever the caller's tensor says
         self.ids = Kept("topk_idx", ids)
         self.weights = (
             None if weights is None else Kept("topk_weights", weights)
@@ -172,7 +173,7 @@ class P2PAllToAll:
         if self.device.type == "cuda":  # compiled now: peers would wait for it in the first exchange
             context = self._contexts[0]
             self._dispatches[context].sender(0, 8)
-            self._combines[context].calls(0, 8, hidden_dim, out_dtype, self.exact, False)
+            self._combines[context].calls(0, 8, hidden_dim, out_dtype, self.exact, False, 8)
         self._turns = Turns(self._contexts, max_in_flight)
         self._order = PhaseOrder(self._contexts, self.device, num_sms)
 
@@ -210,7 +211,9 @@ class P2PAllToAll:
         tensors = (x, scale, ids, topk_weights, *(None,) * 10)
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._turns.note_sent(context, sent, "dispatch_recv")
-        return P2PHandle(context, ids, topk_weights if self.exact else None, sent, tensors)
+        handle = P2PHandle(context, ids, topk_weights if self.exact else None, sent, tensors)
+        handle.is_bounded = bounded is not None
+        return handle
 
     def dispatch_recv(
         self,
@@ -255,7 +258,13 @@ class P2PAllToAll:
         handle.rows_shape = tuple(rows.shape)
         return P2PRows(rows, scales, counts, made.weights, made.src_rank, made.src_token)
 
-    def combine_send(self, expert_y: Tensor, handle: P2PHandle, topk_weights: Tensor | None = None) -> None:
+    def combine_send(
+        self,
+        expert_y: Tensor,
+        handle: P2PHandle,
+        topk_weights: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+    ) -> None:
         """Send the experts' rows back, from the places where dispatch_recv() put the tokens' rows.
 
         Args:
@@ -263,28 +272,38 @@ class P2PAllToAll:
                 are no wider than out_dtype's.
             topk_weights: float32 [T, K] instead of those of the dispatch, on all ranks or on none. On CUDA it stays as
                 it is until combine_recv().
+            topk_idx: int64, int32 or uint32 [T, K] instead of those of the dispatch, with topk_weights of its slots:
+                some may be masked by -1, and a token's ids may be in other slots. As topk_weights otherwise.
         An exchange may be combined again once combine_recv() has run.
         """
         self._check_phase(handle, ("dispatch_recv", "combine_recv"), "combine_send")
         context = handle.context
         self._check_results(expert_y, handle)
         self._used_here(handle)
-        ids, weights = handle.ids, handle.weights
+        ids, weights, id_bytes = handle.ids, handle.weights, handle.id_bytes
+        if topk_idx is not None:
+            if topk_weights is None:
+                raise invalid("topk_weights", "None", "those of the slots of topk_idx, with topk_idx")
+            others = self._check_ids(topk_idx, handle.num_tokens)
+            if handle.is_bounded:
+                others = others.masked_fill((ids.tensor() < 0).all(1, keepdim=True), -1)
+            ids, id_bytes = Kept("topk_idx", others), others.element_size()
         if topk_weights is not None:
             shape = (handle.num_tokens, self.sizes.num_experts_per_token)
             arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), self.device)
             weights = Kept("topk_weights", topk_weights)
         travel = topk_weights is not None and not self.exact
         self._turns.check_send(context)
-        key = (handle.num_tokens, handle.id_bytes, int(expert_y.size(-1)), expert_y.dtype)
-        calls = self._combines[context].calls(*key, self.exact, travel)
+        key = (handle.num_tokens, id_bytes, int(expert_y.size(-1)), expert_y.dtype)
+        form = (*key, self.exact, travel, handle.id_bytes)
+        calls = self._combines[context].calls(*form)
         own = None if weights is None else weights.tensor()
-        tensors = (expert_y, ids.tensor(), own, handle.routes, None, None, None)
+        tensors = (expert_y, ids.tensor(), own, handle.routes, None, None, None, handle.ids.tensor())
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._turns.note_sent(context, sent, "combine_recv")
         handle.phase, handle.sent, handle.kept = "combine_send", sent, (*tensors, expert_y)
-        handle.is_pending, handle.reads = True, (ids, weights)
-        handle.combine_form = (*key, self.exact, travel)
+        handle.is_pending, handle.reads = True, (handle.ids, ids, weights)
+        handle.combine_form = form
 
     def combine_recv(
         self, handle: P2PHandle, out_tokens: Tensor | None = None, accumulate: bool = False
@@ -315,7 +334,7 @@ class P2PAllToAll:
         for read in handle.reads:
             if read is not None:
                 read.tensor()  # as the send got it
-        used = (*handle.kept[:4], out, None, None)
+        used = (*handle.kept[:4], out, None, None, handle.kept[7])
         ticket = handle.sent.ticket
         self._turns.begin_receive(handle)
         self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), (out_tokens,), (out,))

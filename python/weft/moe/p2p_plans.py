@@ -161,6 +161,7 @@ class CombineForms:
         dtype: torch.dtype,
         exact: bool,
         has_weights: bool,
+        sent_id_bytes: int,
         accumulate: bool = False,
     ) -> Any:
         sizes = self._sizes
@@ -170,6 +171,7 @@ class CombineForms:
             row_bytes=hidden * dtype.itemsize,
             has_weights=exact or has_weights,
             dispatch_had_weights=True,
+            sent_id_bytes=sent_id_bytes,
             element=SUMMED[dtype],
             out_element=SUMMED[sizes.out_dtype],
             accumulate=accumulate,

@@ -174,8 +174,12 @@ class P2PAllToAll(AllToAllKernel):
         _check_phases(do_send, do_recv)
         if do_send:
             handle = self._dispatched(indices)
-            others = None if handle.given.has_weights(weights) else weights.contiguous()
-            self.weft.combine_send(self._results(expert_y), handle, others)
+            others: tuple[Tensor, ...] = ()
+            if not handle.given.has_indices(indices):
+                others = (weights.contiguous(), indices.contiguous())
+            elif not handle.given.has_weights(weights):
+                others = (weights.contiguous(),)
+            self.weft.combine_send(self._results(expert_y), handle, *others)
             self._returning.append(handle)
         if do_recv:
             self._sum(_oldest(self._returning, "combine"), out_tokens, accumulate)
@@ -282,6 +286,11 @@ class _Given:
     def __init__(self, indices: Tensor, weights: Tensor) -> None:
         self.indices, self._weights = indices, weights
         self._times_written = times_written(weights)
+        self._indices_written = times_written(indices)
+
+    def has_indices(self, indices: Tensor) -> bool:
+        """Return whether a combine's indices are those of the dispatch: as has_weights() finds it of weights."""
+        return _is_same(self.indices, indices) and times_written(indices) == self._indices_written
 
     def has_weights(self, weights: Tensor) -> bool:
         """Return whether a combine's weights are those that went with the dispatch, and need not travel again.

@@ -6,6 +6,10 @@
 //   MXFP8    float8_e4m3fn with the exponent byte of a power of two per 32 channels
 //   NVFP4    4-bit floats with an E4M3 (or exponent) byte per 16 channels, relative to a scale of the whole tensor
 // kGroupLanes neighbouring lanes share a group of 128 channels. Each has kLaneElems consecutive channels.
+//
+// NaN stays NaN: in FP8 and MXFP8 it has a code, and counts for no scale; in NVFP4, which has none, the block's scale is
+// NaN. An infinity keeps its sign. Where scales are float32 or powers of two it takes the largest one, with which it is
+// infinite again; finite channels of its group come as 0, or coarse. With E4M3 scales it is the largest number there is.
 #pragma once
 
 #include "kernels/core/numbers.cuh"
@@ -56,10 +60,17 @@ struct Fp8Scale {
   float multiply;  // what the sender multiplies by
 };
 
+// The largest power of two of float32, by its biased exponent. 448 of it are infinite.
+inline constexpr uint32_t kLargestExponent = 254;
+WEFT_DEVICE bool is_finite(float value) {
+  return (bits_of_float(value) & 0x7f800000u) != 0x7f800000u;
+}
+
 // amax / 448, at least 1e-4 / 448; as a power of two it is rounded up.
 WEFT_DEVICE Fp8Scale fp8_scale(float amax, bool power_of_two) {
   constexpr float kLeast = 1e-4f;
   constexpr float kLargestE4m3 = 448.0f;
+  if (!is_finite(amax)) return {float_of_bits(kLargestExponent << 23), float_of_bits(0x00400000u)};
   amax = amax > kLeast ? amax : kLeast;
   const float scale = divide(amax, kLargestE4m3);
   if (!power_of_two) return {scale, divide(kLargestE4m3, amax)};
@@ -96,14 +107,24 @@ WEFT_DEVICE float largest_of(const float* values, uint32_t elems) {
   return largest;
 }
 
+// The same; NaN if there is one. Bits of magnitudes are ordered as they are, NaN above all.
+WEFT_DEVICE float largest_or_nan(const float* values, uint32_t elems) {
+  int32_t largest = 0;
+  for (uint32_t i = 0; i < elems; ++i) {
+    const auto bits = static_cast<int32_t>(bits_of_float(magnitude(values[i])));
+    largest = bits > largest ? bits : largest;
+  }
+  return float_of_bits(static_cast<uint32_t>(largest));
+}
+
 // The biased exponent of the least power of two that is at least `value`, which is not negative; at most 254.
 WEFT_DEVICE uint32_t exponent_above(float value) {
   const uint32_t exponent = (bits_of_float(value) + 0x7fffffu) >> 23;
-  return exponent < 254u ? exponent : 254u;
+  return exponent < kLargestExponent ? exponent : kLargestExponent;
 }
 // 2 to the minus that exponent.
 WEFT_DEVICE float inverse_power(uint32_t exponent) {
-  return float_of_bits(exponent < 254u ? (254u - exponent) << 23 : 0x00400000u);
+  return float_of_bits(exponent < kLargestExponent ? (kLargestExponent - exponent) << 23 : 0x00400000u);
 }
 
 struct Mxfp8 {
@@ -132,7 +153,12 @@ struct Nvfp4 {
   // A block's codes, 8 to a word, the first in the low bits. Returns its scale byte.
   WEFT_DEVICE uint32_t encode(const float* values, uint32_t* words) const {
     constexpr uint32_t kElems = kUnitElems / kBlocks;
-    const float wanted = multiply(divide(largest_of(values, kElems), 6.0f), global);
+    const float wanted = multiply(divide(largest_or_nan(values, kElems), 6.0f), global);
+    if (wanted != wanted) {  // whatever the codes say
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kElems / 8; ++i) words[i] = 0;
+      return power_of_two ? 0xffu : 0x7fu;
+    }
     const uint32_t scale = power_of_two ? exponent_above(wanted) : e4m3x4(wanted, 0, 0, 0) & 0xffu;
     const float given = power_of_two ? float_of_bits(scale << 23) : float_of_e4m3(scale);
     const float factor = given > 0.0f ? divide(global, given) : 0.0f;

@@ -99,7 +99,8 @@ WEFT_DEVICE void sum_lane(const C& c, float (&sums)[kLaneElems], uint64_t at, ui
   for (uint32_t i = 0; i < kLaneElems; ++i) sums[i] = float_of_bf16(bf16_bits(sums[i]));
 }
 
-// Smallest and largest magnitude of a group; every lane of the group gets them.
+// Smallest and largest magnitude of a group; every lane of the group gets them. A group with NaN has an infinity for its
+// largest: it does not fit, so that its block travels as it is.
 struct GroupRange {
   float largest;
   float smallest;
@@ -108,7 +109,9 @@ WEFT_DEVICE GroupRange group_range(Warp warp, const float (&values)[kLaneElems])
   float smallest = magnitude(values[0]);
   for (uint32_t i = 1; i < kLaneElems; ++i)
     smallest = magnitude(values[i]) < smallest ? magnitude(values[i]) : smallest;
-  return {group_max(warp, values), -warp.max_within<kGroupLanes>(-smallest)};
+  const float largest = largest_or_nan(values, kLaneElems);
+  const float bound = is_finite(largest) ? largest : float_of_bits(0x7f800000u);
+  return {warp.max_within<kGroupLanes>(bound), -warp.max_within<kGroupLanes>(-smallest)};
 }
 
 // Both are bf16 numbers already.

@@ -379,6 +379,40 @@ TEST(Quantise, RoundedScalesArePowersOfTwoFromAbove) {
   EXPECT_EQ(fp8_scale(0.0f, false).scale, 1e-4f / 448.0f);
 }
 
+// What an infinity is scaled by is finite, and 448 of it are infinite again; finite neighbours are.
+TEST(Quantise, InfinitiesKeepTheirSignAndNanStaysNan) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const auto read = [](uint32_t code) { return float_of_e4m3(code); };
+  for (bool rounded : {false, true}) {
+    const Fp8Scale scale = fp8_scale(infinity, rounded);
+    EXPECT_EQ(ue8m0(scale.scale), 254);
+    for (float value : {infinity, -infinity})
+      EXPECT_EQ(read(e4m3_portable(value * scale.multiply)) * scale.scale, value) << rounded;
+    EXPECT_EQ(read(e4m3_portable(1.0f * scale.multiply)) * scale.scale, 0.0f);
+    EXPECT_TRUE(std::isnan(read(e4m3_portable(nan * scale.multiply)) * scale.scale));
+  }
+  float values[kUnitElems] = {};
+  uint32_t words[kUnitElems / 4];
+  values[1] = infinity;
+  values[2] = -infinity;
+  values[3] = nan;
+  const float mxfp8 = float_of_bits(Mxfp8{}.encode(values, words) << 23);
+  EXPECT_EQ(read(words[0] >> 8 & 0xff) * mxfp8, infinity);
+  EXPECT_EQ(read(words[0] >> 16 & 0xff) * mxfp8, -infinity);
+  EXPECT_TRUE(std::isnan(read(words[0] >> 24) * mxfp8));
+  EXPECT_TRUE(std::isnan(read(Nvfp4{1.0f, false}.encode(values, words))));
+  EXPECT_EQ((Nvfp4{1.0f, true}.encode(values, words)), 0xffu);  // NaN as an exponent
+  values[3] = 0;
+  for (bool power_of_two : {false, true}) {
+    const Nvfp4 nvfp4{1.0f, power_of_two};
+    const uint32_t scale = nvfp4.encode(values, words);
+    EXPECT_EQ(scale, power_of_two ? 254u : 0x7eu);
+    EXPECT_EQ(words[0] >> 4 & 0xf, 7u);  // 6, the largest
+    EXPECT_EQ(words[0] >> 8 & 0xf, 15u);
+  }
+}
+
 TEST(Quantise, LogarithmAndPowerAreCloseToTheLibrarys) {
   std::mt19937 random(2);
   for (int i = 0; i < 100000; ++i) {

@@ -152,15 +152,18 @@ def ll_combine(slot_rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Ten
 def quantize_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """Return (float8_e4m3fn like x, float32 scales [..., hidden / 128]) so that x ~ q * scale.
 
-    With ``round_scale`` scales are powers of two, rounded up.
+    With ``round_scale`` scales are powers of two, rounded up. NaN counts for no scale; a group with an infinity has the
+    largest power of two.
     """
     groups = x.float().unflatten(-1, (-1, SCALE_GROUP))
-    amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
+    amax = _largest_but_nan(groups).clamp(min=1e-4)
     scales = amax / FP8_MAX
     factors = torch.full_like(amax, FP8_MAX) / amax  # number / tensor would round twice
     if round_scale:
         scales = _power_of_two_above(scales)
         factors = 1.0 / scales
+    scales = torch.where(amax.isinf(), _LARGEST_POWER, scales)
+    factors = torch.where(amax.isinf(), 1.0 / _LARGEST_POWER, factors)
     quantized = (groups * factors).clamp(-FP8_MAX, FP8_MAX).flatten(-2)
     return quantized.to(torch.float8_e4m3fn), scales.squeeze(-1)
 
@@ -168,17 +171,19 @@ def quantize_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (float8_e4m3fn like x, float32 scales [..., hidden / 32], powers of two) so that x ~ q * scale."""
     groups = x.float().unflatten(-1, (-1, 32))
-    amax = groups.abs().amax(dim=-1, keepdim=True)
+    amax = _largest_but_nan(groups)
     scales = torch.where(amax > 0, _power_of_two_above(amax / FP8_MAX), 0.0)
+    scales = torch.where(amax.isinf(), _LARGEST_POWER, scales)
     factors = torch.where(amax > 0, 1.0 / scales, 0.0)
-    return (groups * factors).flatten(-2).to(torch.float8_e4m3fn), scales.squeeze(-1)
+    codes = (groups * factors).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(torch.float8_e4m3fn)
+    return codes, scales.squeeze(-1)
 
 
 def quantize_nvfp4(x: Tensor, global_scale: float, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Return (codes uint8 like x, float32 scales [..., hidden / 16]).
 
     x ~ fp4_values(codes) * scales / global_scale. Scales are E4M3 numbers, to nearest, or powers of two, rounded
-    up.
+    up; NaN for a block with NaN.
     """
     groups = x.float().unflatten(-1, (-1, 16))
     amax = groups.abs().amax(dim=-1, keepdim=True)
@@ -192,6 +197,13 @@ def quantize_nvfp4(x: Tensor, global_scale: float, power_of_two: bool = False) -
     below, above = (torch.bucketize(scaled.abs(), middles, right=right) for right in (False, True))
     codes = torch.where(below % 2 == 0, below, above)  # they differ on ties, of which the even code is taken
     return (codes + 8 * torch.signbit(scaled)).to(torch.uint8), scales.squeeze(-1)
+
+
+_LARGEST_POWER = 2.0**127
+
+
+def _largest_but_nan(groups: Tensor) -> Tensor:
+    return groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1, keepdim=True)
 
 
 def fp4_values(codes: Tensor) -> Tensor:

@@ -208,9 +208,9 @@ std::string CallBoard::differing_call() const {
 }
 
 std::string CallBoard::differing_message(const CallRecord* mine, uint64_t my_latest, const CallRecord* theirs,
-                                         int peer, bool is_sender) const {
-  for (uint64_t number = my_latest > kKeptMessages ? my_latest - kKeptMessages + 1 : 1; number <= my_latest;
-       ++number) {
+                                         int peer, bool is_sender, uint64_t first) const {
+  if (my_latest > kKeptMessages) first = std::max(first, my_latest - kKeptMessages + 1);
+  for (uint64_t number = first; number <= my_latest; ++number) {
     const CallRecord own = read(mine, kKeptMessages, number), other = read(theirs, kKeptMessages, number);
     if (own.number == 0 || other.number == 0 || own.digest == other.digest) continue;
     const CallRecord &sent = is_sender ? own : other, &received = is_sender ? other : own;

@@ -82,22 +82,30 @@ class CallBoard {
   // "rank 1 has made 3 calls, the last one all_gather of 4 float32"; of a rank without any: "no call".
   std::string progress(int rank) const;
 
-  // Waits until all ranks have posted this rank's last call. Errors: kInvalid where it differs, with
-  // mismatch(), and then no rank makes the call, so that it counts no more; kPeerLost past `until`, naming
-  // who has not posted; kClosed once is_stopped() says so.
+  // Waits until all ranks have posted this rank's last call. Errors: kInvalid where a call differs, and then no rank makes
+  // the call, so that it counts no more; past `until` kInvalid with mismatch(), or kPeerLost, naming who has not posted;
+  // kClosed once is_stopped() says so.
   template <class IsStopped>
   Status compare(Deadline until, IsStopped is_stopped) {
-    const Status status =
-        wait_for(until, is_stopped, [&](int rank) { return latest(calls_at(rank), kKeptCalls) >= calls_; });
+    const Status status = wait_for(
+        until, is_stopped, [&](int rank) { return latest(calls_at(rank), kKeptCalls) >= calls_; },
+        [this] { return differing_call(); });
     if (status.code() == Code::kInvalid) refused_ = calls_;
     return status;
   }
-  // The same for what `peer` sends: this rank's last receive from it.
+  // The same for what `peer` sends: this rank's last receive from it. Earlier messages were compared by their own receives.
   template <class IsStopped>
   Status compare_receive(int peer, Deadline until, IsStopped is_stopped) const {
-    return wait_for(until, is_stopped, [&](int rank) {
-      return rank != peer || latest(sends_at(peer, rank_), kKeptMessages) >= received_[peer];
-    });
+    return wait_for(
+        until, is_stopped,
+        [&](int rank) {
+          return rank != peer || latest(sends_at(peer, rank_), kKeptMessages) >= received_[peer];
+        },
+        [&] {
+          return pages_[peer] ? differing_message(receives_at(rank_, peer), received_[peer],
+                                                  sends_at(peer, rank_), peer, false, received_[peer])
+                              : std::string();
+        });
   }
 
  private:
@@ -119,15 +127,17 @@ class CallBoard {
   static uint64_t latest(const CallRecord* kept, uint64_t size);
   std::string differing_call() const;
   std::string differing_message(const CallRecord* mine, uint64_t my_latest, const CallRecord* theirs,
-                                int peer, bool is_sender) const;
+                                int peer, bool is_sender, uint64_t first = 1) const;
 
-  template <class IsStopped, class HasPosted>
-  Status wait_for(Deadline until, IsStopped is_stopped, HasPosted has_posted) const {
+  // difference() says what of this call differs.
+  template <class IsStopped, class HasPosted, class Difference>
+  Status wait_for(Deadline until, IsStopped is_stopped, HasPosted has_posted, Difference difference) const {
     for (int rank = 0; rank < size_; ++rank) {
       if (!pages_[rank]) continue;
       const bool is_posted = wait_until(until, [&] { return has_posted(rank) || is_stopped(); });
       if (is_stopped()) return Status::make(Code::kClosed, "stopped while calls were compared");
-      if (const std::string words = mismatch(); !words.empty()) return Status(Code::kInvalid, words);
+      const std::string words = is_posted ? difference() : mismatch();
+      if (!words.empty()) return Status(Code::kInvalid, words);
       if (!is_posted)
         return Status::make(Code::kPeerLost, "rank {} called {}; {}", rank_, describe(own_call()),
                             progress(rank));

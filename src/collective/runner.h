@@ -148,7 +148,7 @@ class CollectiveRunner {
   // args.data[0, elems) *= the factor, in stream order.
   Status scale(Element element, const ScaleArgs& args, void* stream);
 
-  // Reports a fault that a kernel raised since; later calls report it too.
+  // Reports a fault that a kernel raised since, and then for good.
   Status fault();
   // Makes runs under way give up soon, as if a peer were lost; every later call fails. From any thread.
   void stop();
@@ -185,6 +185,7 @@ class CollectiveRunner {
     std::vector<ChunkSpan> held;  // what it has, in the order of the stream; empty: nobody knows
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window);
+  static std::string name_of(const PlannedRun& planned);
   Status start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream);
   Status start(const PlannedExchange& planned, std::byte* input, std::byte* output, void* stream);
   void count_sent(const std::vector<Share>& bytes);
@@ -203,6 +204,8 @@ class CollectiveRunner {
   Status announce_messages(const PlannedRun& planned);
   Status compare_calls();
   bool is_stopped() const;
+  // The error of a call that is not made, since an earlier one failed: `why` is fault().
+  static Status refused(std::string_view call, const Status& why);
   Status launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes, const void* shape,
                 void* stream, bool is_of_pairs = false);
   Status bring_up_windows();

@@ -40,8 +40,10 @@ uint64_t bytes_between(const ExchangeCall& call, const ExchangeArgs& args, uint3
 }  // namespace
 
 Status CollectiveRunner::exchange(const ExchangeCall& call) {
-  WEFT_TRY(fault());
-  if (call.part_elems == 0) return {};
+  if (call.part_elems == 0) {
+    const Status why = fault();
+    return why.ok() ? why : refused("a call without elements", why);
+  }
   WEFT_TRY_ASSIGN(const PlannedExchange planned, plan(call));
   return run(planned, call.input, call.output, call.stream);
 }
@@ -115,7 +117,7 @@ Status CollectiveRunner::run(const PlannedExchange& planned, std::byte* input, s
 
 Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input, std::byte* output,
                                void* stream) {
-  WEFT_TRY(fault());
+  if (const Status why = fault(); !why.ok()) return refused(describe(planned.record), why);
   if (!links_.empty()) return Status::invalid("an exchange, allowed: programs, while links are delayed");
   last_program_ = kExchangeNames[planned.shape.exchange];
   WEFT_TRY(bring_up_windows());

@@ -22,7 +22,7 @@ int refusal_to_read(uint32_t process) {
 }  // namespace
 
 Result<int> CollectiveRunner::wait_for_sender(int first) {
-  WEFT_TRY(fault());
+  if (const Status why = fault(); !why.ok()) return refused("recv from any rank", why);
   if (first < 0 || first >= comm_->size())
     return Status::invalid("first: got {}, allowed: 0 to {}", first, comm_->size() - 1);
   int sender = -1;
@@ -56,6 +56,13 @@ Status CollectiveRunner::fault() {
     if (names_peer && box.site == Site::kCollective) comm_->peers().give_up(static_cast<int>(box.peer));
   }
   return broken_;
+}
+
+Status CollectiveRunner::refused(std::string_view call, const Status& why) {
+  const bool diverged = why.code() == Code::kInvalid;
+  return Status(why.code(), text("{}: not made, as {} before: {}", call,
+                                 diverged ? "the calls of the ranks diverged" : "these collectives failed",
+                                 why.message()));
 }
 
 Status CollectiveRunner::fault_status() const {
@@ -138,11 +145,13 @@ std::string CollectiveRunner::sentence() const {
   // This rank may have stood still until the others had enough: it is the first of its blocks to look that comes here.
   if (lost.empty() && (is_own || peers.is_given_up_by(peer)))
     fate += (fate.empty() ? "" : "; ") + peers.given_up_by();
-  return text(
-      "rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}{}{}",
-      box.self, last_program, box.detail >> 16, box.detail & 0xffff,
-      static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen,
-      fate.empty() ? "" : "; ", fate);
+  // A message may have several slices, some of which are there.
+  const std::string progress = box.expected == box.seen
+                                   ? text("message {} has begun, and not all of it came", box.expected)
+                                   : text("expected message {}, saw {}", box.expected, box.seen);
+  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: {}{}{}", box.self, last_program,
+              box.detail >> 16, box.detail & 0xffff, static_cast<double>(box.waited_ns / 100'000'000) / 10,
+              whom, progress, fate.empty() ? "" : "; ", fate);
 }
 
 }  // namespace weft

@@ -57,8 +57,10 @@ constexpr uint64_t kLeastLentBytes = 64 << 10;
 }  // namespace
 
 Status CollectiveRunner::run(const RunCall& call) {
-  WEFT_TRY(fault());
-  if (call.part_elems == 0 && call.input_table.empty()) return {};
+  if (call.part_elems == 0 && call.input_table.empty()) {
+    const Status why = fault();
+    return why.ok() ? why : refused("a call without elements", why);
+  }
   WEFT_TRY_ASSIGN(const PlannedRun planned, plan(call));
   return run(planned, call.input, call.output, call.stream);
 }
@@ -139,8 +141,16 @@ Status CollectiveRunner::run(const PlannedRun& planned, std::byte* input, std::b
                       [&] { return start(planned, input, output, stream); });
 }
 
+// As a user called it.
+std::string CollectiveRunner::name_of(const PlannedRun& planned) {
+  CallRecord record = planned.record;
+  const Program& program = *planned.program;
+  if (program.is_of_pairs) set_name(record, program.receivers.empty() ? "recv" : "send", program.name);
+  return describe(record);
+}
+
 Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
-  WEFT_TRY(fault());
+  if (const Status why = fault(); !why.ok()) return refused(name_of(planned), why);
   const RunCall& form = planned.form;
   if (!links_.empty() && form.protocol != Protocol::kSimple)
     return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");

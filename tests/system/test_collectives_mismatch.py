@@ -157,6 +157,45 @@ def test_calls_that_differ_are_errors_that_name_them(pool: RankPool, name: str) 
         assert all(all(errors) for errors in answers), answers
 
 
+def _later(rank: Rank) -> list[str]:
+    """Make calls that differ, and then right ones of other kinds; return all errors."""
+    calls = Collectives(Communicator(rank.group, timeout_s=60).core, WAIT_S)
+    calls.all_reduce(torch.ones(3))
+    odd = torch.float64 if rank.rank % 2 else torch.float32
+    return [
+        _attempt(act)[0]
+        for act in (
+            lambda: calls.all_reduce(torch.ones(4, dtype=odd)),
+            lambda: calls.all_gather(torch.ones(6)),
+            lambda: calls.broadcast(torch.ones(7), 1),
+            lambda: calls.all_reduce(torch.ones(0)),
+            lambda: calls.all_to_all(torch.ones(rank.size, 2), algorithm=None),
+        )
+    ]
+
+
+def test_later_calls_say_that_they_were_refused_and_where_ranks_diverged(pool: RankPool) -> None:
+    refused = (
+        "all_gather of 6 float32",
+        "broadcast of 7 float32 with root 1",
+        None,
+        "all_to_all of 2 float32",
+    )
+    answers = pool.run(_later)
+    for first, *later in answers:
+        assert first and "not made" not in first, answers
+        for name, error in zip(refused, later, strict=True):
+            if name is None:
+                continue  # nothing is called without elements
+            assert error.startswith(f"{name}: not made, as "), answers
+            assert error.endswith(first), answers
+    diverged = f"{refused[0]}: not made, as the calls of the ranks diverged before: rank "
+    texts = [later[0] for _, *later in answers if later[0].startswith(diverged)]
+    assert any(
+        "collective 2: rank" in text and "called all_reduce of 4 float32 sum" in text for text in texts
+    ), answers
+
+
 def _by(rank: Rank, way: str) -> list[str]:
     def act(calls: Collectives, odd: bool, comm: Communicator) -> object:
         count = WAYS[way][odd]

@@ -86,6 +86,13 @@ Status cuda_failure(CUresult result, const std::string& what) {
   return logged(Status::make(Code::kSystem, "{}: {}", what, why));
 }
 
+bool cuda_loads_lazily() {
+  const Result<const CudaDriver*> driver = cuda_driver();
+  int mode = 0;
+  return driver.ok() && (*driver)->cuModuleGetLoadingMode(&mode) == CUDA_SUCCESS &&
+         mode == CU_MODULE_LAZY_LOADING;
+}
+
 Result<int> cuda_device_attribute(int ordinal, int attribute) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   CUdevice device = 0;

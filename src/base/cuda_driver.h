@@ -141,6 +141,9 @@ struct CUuuid {
   char bytes[16];
 };
 
+// Modules
+constexpr int CU_MODULE_LAZY_LOADING = 2;
+
 // Kernel launch
 constexpr int CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2;
 constexpr int CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4;
@@ -234,6 +237,7 @@ struct CUlaunchConfig {
   WEFT_CUDA_FUNCTION(cuModuleLoadDataEx, cuModuleLoadDataEx,                                                \
                      (CUmodule*, const void*, unsigned, int*, void**))                                      \
   WEFT_CUDA_FUNCTION(cuModuleGetFunction, cuModuleGetFunction, (CUfunction*, CUmodule, const char*))        \
+  WEFT_CUDA_FUNCTION(cuModuleGetLoadingMode, cuModuleGetLoadingMode, (int*))                                \
   WEFT_CUDA_FUNCTION(cuFuncGetAttribute, cuFuncGetAttribute, (int*, int, CUfunction))                       \
   WEFT_CUDA_FUNCTION(cuFuncSetAttribute, cuFuncSetAttribute, (CUfunction, int, int))                        \
   WEFT_CUDA_FUNCTION(cuOccupancyMaxActiveBlocksPerMultiprocessor,                                           \
@@ -280,6 +284,10 @@ template <class... Args>
 Status cuda_status(CUresult result, std::string_view pattern, const Args&... args) {
   return result == CUDA_SUCCESS ? Status() : cuda_failure(result, text(pattern, args...));
 }
+
+// Whether kernels, everybody's in this process, are loaded when they are first launched: a launch may then wait until all
+// that runs has ended. False without a driver.
+bool cuda_loads_lazily();
 
 // An attribute of device `ordinal`, such as CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT.
 Result<int> cuda_device_attribute(int ordinal, int attribute);

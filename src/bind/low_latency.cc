@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "base/cuda_driver.h"
 #include "bind/bind.h"
 #include "bind/fields.h"
 #include "bind/low_latency_calls.h"
@@ -91,6 +92,7 @@ void bind_calls(nb::module_& module) {
 void bind_low_latency(nb::module_& module) {
   bind_calls(module);
   bind_low_latency_whole(module);
+  module.def("cuda_loads_lazily", &cuda_loads_lazily);
   module.attr("PHASE_SEND") = kPhaseSend;
   module.attr("PHASE_RECEIVE") = kPhaseReceive;
   module.attr("PAYLOAD_COPY") = kPayloadCopy;

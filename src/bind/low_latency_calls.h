@@ -26,6 +26,7 @@ struct SentCall {
   uint32_t ticket;
   uint64_t number;  // among the calls of the buffer; 0 for one that a graph captured
   void* stream;
+  bool is_late = false;  // sent with its receive
 };
 
 using SentDispatch = SentCall<PlannedDispatch, LowLatencyDispatchMemory>;
@@ -45,6 +46,7 @@ class FormCalls {
   void run(const Memory& memory, void* stream, void* after, bool joins) const {
     nanobind::gil_scoped_release released;
     check(check_ids(memory));
+    check(mode_->send_up_to());
     const LowLatencyRun run = value_or_throw(mode_->begin_run(stream, after, joins));
     check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, run.stream));
     check(mode_->end_run(run));
@@ -53,16 +55,29 @@ class FormCalls {
   Sent send(const Memory& memory, void* stream) const {
     nanobind::gil_scoped_release released;
     check(check_ids(memory));
-    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
+    check(mode_->send_up_to());
     const uint32_t ticket = mode_->next_ticket();
-    check(mode_->launch(*plan_, memory, ticket, kPhaseSend, stream));
-    check(mode_->end_phase(stream, is_captured));
+    const bool is_captured = value_or_throw(send_now(*mode_, *plan_, memory, ticket, stream));
     return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
   }
+  // The same, outside of graphs, but that the launch comes with the receive's. Until one has run, every call of the form
+  // should go so.
+  Sent send_later(const Memory& memory, void* stream) const {
+    check(check_ids(memory));
+    const uint32_t ticket = mode_->next_ticket();
+    const uint64_t number = mode_->count_call(false);
+    mode_->send_later(number, [mode = mode_, plan = plan_, memory, ticket, stream]() -> Status {
+      return send_now(*mode, *plan, memory, ticket, stream).status();
+    });
+    return {plan_, memory, ticket, number, stream, true};
+  }
+  bool was_late() const { return was_late_; }  // a late send of the form was received
 
   void receive(const Sent& sent) const {
     nanobind::gil_scoped_release released;
+    check(mode_->send_up_to(sent.number));
     receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
+    was_late_ = was_late_ || sent.is_late;
   }
   // A call that another form sent, perhaps: outputs may differ.
   void receive_into(const Memory& memory, uint32_t ticket, void* stream) const {
@@ -71,6 +86,14 @@ class FormCalls {
   }
 
  private:
+  // Returns whether a graph captures it.
+  static Result<bool> send_now(LowLatency& mode, const Planned& plan, const Memory& memory, uint32_t ticket,
+                               void* stream) {
+    WEFT_TRY_ASSIGN(const bool is_captured, mode.begin_phase(stream));
+    WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));
+    WEFT_TRY(mode.end_phase(stream, is_captured));
+    return is_captured;
+  }
   void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) const {
     const bool is_captured = value_or_throw(mode_->begin_phase(stream));
     check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
@@ -86,6 +109,7 @@ class FormCalls {
 
   LowLatency* mode_;
   std::shared_ptr<const Planned> plan_;
+  mutable bool was_late_ = false;
 };
 
 using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
@@ -109,8 +133,8 @@ inline LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress top
                                               TensorAddress topk_weights, TensorAddress routes,
                                               TensorAddress combined, TensorAddress wait_cycles,
                                               TensorAddress signals, TensorAddress sent_idx) {
-  return {pointer<std::byte>(x),     pointer<void>(topk_idx),      pointer<float>(topk_weights),
-          pointer<int32_t>(routes),  pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
+  return {pointer<std::byte>(x),      pointer<void>(topk_idx),      pointer<float>(topk_weights),
+          pointer<int32_t>(routes),   pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
           pointer<uint32_t>(signals), pointer<void>(sent_idx)};
 }
 

@@ -85,6 +85,13 @@ class ReceiveHook {
         number_(number),
         left_(std::move(left)) {}
 
+  ReceiveHook(ReceiveHook&&) = default;
+  ~ReceiveHook() { forget(); }
+  // The tensors are going: a send that would come with this is off.
+  void forget() {
+    if (calls.is_valid() && !calls.is_none()) mode_->forget_later(number_);
+  }
+
   nb::object calls;    // which keep the mode alive
   nb::object tensors;  // None once it has run
   nb::object state;    // of the handle; None for a combine
@@ -117,6 +124,7 @@ struct Collected {
   }
   static int clear(PyObject* self) {
     T& of = *nb::inst_ptr<T>(self);
+    if constexpr (requires { of.forget(); }) of.forget();
     ((of.*held = nb::none()), ...);
     return 0;
   }
@@ -237,8 +245,10 @@ class Whole {
 
   // Runs both phases on the communication stream, or sends on the current one and returns the hook. tensors() are all
   // that the call works on; the hook tells `state`, unless it is None, that it has received.
+  // sends_late: until that has happened once with calls of the form, the hook sends, too.
   template <class Given, class Memory, class Tensors>
-  Started start(const Given& given, const Memory& memory, const Tensors& tensors, nb::object state) const {
+  Started start(const Given& given, const Memory& memory, const Tensors& tensors, nb::object state,
+                bool sends_late = false) const {
     void* const current = setting_.current_stream();
     check_hooks(current);
     if (!given.returns_hook()) {
@@ -246,7 +256,9 @@ class Whole {
       calls_->run(memory, setting_.stream(), current, !is_async);
       return {is_async ? setting_.finish(tensors()) : setting_.finished(), nb::none()};
     }
-    Receive<Calls> left{calls_, calls_->send(memory, current)};
+    const bool is_late = sends_late && !calls_->was_late();
+    Receive<Calls> left{calls_,
+                        is_late ? calls_->send_later(memory, current) : calls_->send(memory, current)};
     LowLatency& mode = calls_->mode();
     const uint64_t number = left.sent.number;
     mode.note_unreceived(number, name_);
@@ -339,11 +351,11 @@ class WholeCombine : Whole<CombineCalls> {
 
   // filled: what to fill; None: a new tensor.
   nb::tuple call(nb::tuple tensors, nb::tuple options, const HandleState& state, nb::object filled,
-                 nb::object signals) const {
+                 nb::object signals, bool sends_late) const {
     Arguments arguments(std::move(tensors), std::move(options));
     arguments.read_addresses();
     const nb::object combined = filled.is_none() ? new_output() : std::move(filled);
-    return run(arguments, state.routes, state.place(), combined, signals);
+    return run(arguments, state.routes, state.place(), combined, signals, sends_late);
   }
   nb::tuple call_known(const Arguments& given, const nb::object& routes, TensorAddress routes_at) const {
     return run(given, routes, routes_at, new_output(), nb::none(), false);
@@ -356,12 +368,12 @@ class WholeCombine : Whole<CombineCalls> {
     return out[0];
   }
   nb::tuple run(const Arguments& given, const nb::object& routes, TensorAddress routes_at,
-                const nb::object& combined, const nb::object& signals) const {
+                const nb::object& combined, const nb::object& signals, bool sends_late) const {
     const LowLatencyCombineMemory memory =
         combine_memory(given.at(0), given.at(1), given.at(2), routes_at, address_of(combined), given.at(3),
                        address_of(signals), TensorAddress{});
     const auto tensors = [&] { return nb::make_tuple(given.tensors(), routes, combined, signals); };
-    const Started started = start(given, memory, tensors, nb::none());
+    const Started started = start(given, memory, tensors, nb::none(), sends_late);
     return nb::make_tuple(combined, started.event, started.hook);
   }
 
@@ -436,7 +448,7 @@ void bind_low_latency_whole(nb::module_& module) {
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object>(), nb::arg("calls"), nb::arg("setting"),
            nb::arg("make"))
       .def("__call__", &WholeCombine::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
-           nb::arg("filled").none(), nb::arg("signals").none());
+           nb::arg("filled").none(), nb::arg("signals").none(), nb::arg("sends_late") = false);
   module.def("known_low_latency_combine", &known_combine);
 }
 

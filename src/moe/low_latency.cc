@@ -162,6 +162,23 @@ Status LowLatency::end_run(const LowLatencyRun& run) {
   return {};
 }
 
+void LowLatency::send_later(uint64_t number, std::function<Status()> send) {
+  later_.emplace_back(number, std::move(send));
+}
+
+Status LowLatency::send_up_to(uint64_t number) {
+  while (!later_.empty() && later_.front().first <= number) {
+    const std::function<Status()> send = std::move(later_.front().second);
+    later_.pop_front();
+    WEFT_TRY(send());
+  }
+  return {};
+}
+
+void LowLatency::forget_later(uint64_t number) {
+  std::erase_if(later_, [&](const auto& send) { return send.first == number; });
+}
+
 void LowLatency::note_unreceived(uint64_t number, std::string receive) {
   if (number != 0) unreceived_.emplace_back(number, std::move(receive));
 }
@@ -431,8 +448,7 @@ LowLatencyCombineMemory LowLatency::filled(const PlannedCombine& plan, LowLatenc
       routes_layout(ranks(), plan.args.call.batches, form.top_k, form.dispatch_had_weights);
   if (!memory.sent_idx) memory.sent_idx = memory.routes + at.chosen;
   if (!form.has_weights) memory.topk_idx = memory.sent_idx;
-  if (form.kept_weights)
-    memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
+  if (form.kept_weights) memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
   return memory;
 }
 
@@ -456,7 +472,8 @@ Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemo
   return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
 }
 
-Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts, EmptyIds empty) {
+Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts,
+                        EmptyIds empty) {
   const int64_t least = empty == EmptyIds::kMinusOne ? -1 : std::numeric_limits<int64_t>::min();
   const int64_t wrong = id_bytes == 8 ? wrong_id(static_cast<const int64_t*>(ids), count, experts, least)
                                       : wrong_id(static_cast<const int32_t*>(ids), count, experts, least);

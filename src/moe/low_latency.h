@@ -16,6 +16,8 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -73,9 +75,11 @@ struct LowLatencyCombineForm {
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t reply = kReplyReduced;
-  uint32_t row_bytes = 0;    // of x, a multiple of 16; with LogFMT, of 256
-  bool has_weights = false;   // else those that went with the dispatch count, and its ids, with a reduced reply
-  bool kept_weights = false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
+  uint32_t row_bytes = 0;  // of x, a multiple of 16; with LogFMT, of 256
+  bool has_weights =
+      false;  // else those that went with the dispatch count, and its ids, with a reduced reply
+  bool kept_weights =
+      false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
   bool dispatch_had_weights = false;
   uint32_t sent_id_bytes = sizeof(int32_t);  // of sent_idx; without these, of what the routes keep
   // When rows of x are there: see LowLatencyCombineArgs.
@@ -177,6 +181,12 @@ class LowLatency {
   uint64_t count_call(bool is_captured) { return is_captured ? 0 : ++calls_; }
   uint64_t calls() const { return calls_; }
 
+  // Sends that wait for their receive: its launch comes right before that of the receive, or before the next call's, whatever
+  // comes first. So a kernel that waits for others of its process starts when these have been launched.
+  void send_later(uint64_t number, std::function<Status()> send);
+  Status send_up_to(uint64_t number = ~uint64_t{0});  // those of calls up to that one
+  void forget_later(uint64_t number);                 // whose tensors are going
+
   // Ranks tell each other what they have received, and a call waits, on every rank, until all have received the call
   // before the last one. A receive that is forgotten would therefore stall everybody until the deadline, and then look
   // like a lost rank, or with masks mask this one. This rank alone can tell the difference, so callers note what they
@@ -262,7 +272,8 @@ class LowLatency {
   const LowLatencyTerms terms_;
   uint32_t ticket_ = 0;
   uint64_t calls_ = 0;
-  std::vector<std::pair<uint64_t, std::string>> unreceived_;  // ascending
+  std::vector<std::pair<uint64_t, std::string>> unreceived_;        // ascending
+  std::deque<std::pair<uint64_t, std::function<Status()>>> later_;  // ascending
   CallTally tally_;
   const Counted dispatches_, combines_;
   StreamOrder order_;

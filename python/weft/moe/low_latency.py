@@ -35,7 +35,7 @@ from weft.moe.low_latency_handle import (
     routes_lengths,
 )
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan, Hook, spanned
-from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
+from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals, waits_for_loading
 from weft.runtime import spans
 from weft.runtime.modes import are_modes_on, outside_modes
 from weft.runtime.plain import known_low_latency_combine, known_low_latency_dispatch, signature_of
@@ -242,7 +242,9 @@ class LowLatencyCalls:
                 rows crosses the network, it is rounded, too (docs/several-machines.md).
             overlap: rows of x may still be under way in other kernels of this rank, which raise signals; rows
                 travel as theirs are seen. Give src_signals or comp_signal. For it to help, call on a stream that
-                does not wait for those kernels, with return_recv_hook. The other arguments count only with it.
+                does not wait for those kernels, with return_recv_hook. Where CUDA loads kernels at their first launch
+                (CUDA_MODULE_LOADING=EAGER says otherwise) a hook is needed, and that of a form's first call sends,
+                too, outside of graphs. The other arguments count only with it.
             src_signals: int32 or uint32 [Le]: expert e's rows are there once src_signals[e] has reached
                 src_signal_expect_value.
             comp_signal: int32 or uint32, Le * ceil(R * M / block_m) elements, expert-major: so many rows of an
@@ -286,7 +288,7 @@ class LowLatencyCalls:
         overlap, asked, packed_recv_count = overlapped
         known = handle.state if type(handle) is LowLatencyHandle else None
         state = known if known is not None and known.is_ready else self._check_ready(handle, x)
-        rows, signals = x, NO_SIGNALS
+        rows, signals, sends_late = x, NO_SIGNALS, False
         if zero_copy is not False or overlap is not False:
             context = self._low_latency_context("x", x)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
@@ -294,6 +296,7 @@ class LowLatencyCalls:
             if zero_copy:
                 rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
+                sends_late = self._sends_late(context, returns_hook)
                 signals = check_signals(context.device, state.form.rows_shape, *asked)
                 local = state.form.rows_shape[:1]
                 arguments.check_optional(
@@ -326,8 +329,23 @@ class LowLatencyCalls:
             }
             arguments.check_apart({"out": out}, {**others, "combine_wait_recv_cost_stats": costs})
         call = spanned("low_latency_combine", plan, returns_hook)
-        results: Combined = call((rows, *tensors[1:]), options, state, out, signals.tensor)
+        results: Combined = call((rows, *tensors[1:]), options, state, out, signals.tensor, sends_late)
         return results
+
+    @staticmethod
+    def _sends_late(context: DeviceContext, returns_hook: bool) -> bool:
+        """Return whether the hook of a form's first call with overlap sends, too.
+
+        CUDA may load a kernel when it is first launched, and that launch waits for what runs: for a combine that waits
+        for that kernel. When the hook runs those kernels have been launched, and are loaded.
+        """
+        if not waits_for_loading(context) or context.is_capturing:
+            return False
+        if not returns_hook:
+            loads = "in a process that loads CUDA kernels at their first launch"
+            remedy = "return_recv_hook=True, or CUDA_MODULE_LOADING=EAGER in the environment"
+            raise invalid("overlap", f"True without return_recv_hook, {loads}", remedy)
+        return True
 
     def _check_ready(self, handle: object, x: object) -> _core.LowLatencyHandleState:
         """Return the state of a handle: of the tensors of one, too. Raises: weft.Error where its hook has not run."""

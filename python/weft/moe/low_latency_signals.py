@@ -10,9 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_SMS, ceil_div, check_whole
+from weft.moe.device_context import DeviceContext
+
+
+def waits_for_loading(context: DeviceContext) -> bool:
+    """Return whether the first launch of another kernel may wait for a combine that waits for it."""
+    return context.is_cuda and bool(_core.cuda_loads_lazily())
 
 
 @dataclass(frozen=True)

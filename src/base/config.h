@@ -72,6 +72,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(low_latency_constants, std::string, "never", "which arguments low-latency kernels are compiled for. never: none; sizes: those that all calls of a buffer with such rows have; calls: also those that the number of tokens decides", one_of("never", "sizes", "calls")) \
   WEFT_OPTION(low_latency_bulk, std::string, "auto", "how rows go where P2PAllToAll bounds its SMs. auto: by bulk copies where GPUs have few SMs for many tokens; always: wherever it can be, on the CPU too; never: by loads and stores", one_of("auto", "never", "always").on_all_ranks()) \
   WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency calls reach other nodes. direct: a token goes to each rank, and each rank replies; node: it goes once to each node, and one sum comes back; auto: the way that the planner predicts to be shorter", one_of("auto", "direct", "node").on_all_ranks()) \
+  WEFT_OPTION(deep_ep_branch, std::string, "main", "branch of DeepEP whose order of positions the constructor of the drop-in's Buffer has", one_of("main", "antgroup-opt", "mori-ep", "rocm", "hybrid-ep")) \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \
   WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for", any().on_all_ranks()) \
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \

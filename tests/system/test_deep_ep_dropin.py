@@ -6,7 +6,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from deep_ep_programs import (
     serve_like_vllm,
     train_one_step,
 )
+from programs import run_program
 
 import deep_ep
+from weft import deep_ep_path
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import RankPool
 
@@ -112,6 +117,53 @@ def test_positions_names_and_defaults_are_those_of_deep_ep(name: str) -> None:
         if parameter.name != "self" and parameter.kind is not parameter.KEYWORD_ONLY
     ]
     assert ", ".join(taken) == SIGNATURES[name]
+
+
+_FABRIC = (
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, use_fabric=False, explicitly_destroy=False, "
+)
+BRANCHES = {
+    "main": SIGNATURES["Buffer"],
+    **dict.fromkeys(
+        ("antgroup-opt", "mori-ep", "rocm"),
+        "group=None, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+        f"{_FABRIC}enable_shrink=False, comm=None",
+    ),
+    "hybrid-ep": "group=None, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+    f"allow_nvlink_for_normal_mode=True, {_FABRIC}comm=None",
+}
+# What each branch's last positions mean, of a caller who destroys its buffer itself and gives all that is before that.
+CONSTRUCTS = """
+import inspect, sys
+import deep_ep, weft
+from weft.testing.ranks import run_ranks
+def of_rank(rank):
+    flags = [True, False, False, True]
+    if sys.argv[1] == "hybrid-ep":
+        flags = [True, True, False, False, True]
+    elif sys.argv[1] == "main":
+        flags = [True, False, True]
+    buffer = deep_ep.Buffer(rank.group, 0, 1 << 20, True, 24, *flags)
+    assert isinstance(buffer, weft.Buffer) and buffer.explicitly_destroy and not buffer.enable_shrink
+    buffer.destroy()
+    named = deep_ep.Buffer(group=rank.group, num_rdma_bytes=1 << 20, low_latency_mode=True, enable_shrink=True)
+    assert named.enable_shrink and not named.explicitly_destroy
+run_ranks(1, of_rank, with_gpus=False)
+positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+taken = [p for p in inspect.signature(deep_ep.Buffer).parameters.values() if p.kind is positional]
+print(", ".join(f"{p.name}={p.default!r}" for p in taken))
+"""
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_positions_of_the_constructor_are_those_of_a_branch(branch: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CONSTRUCTS)
+    paths = os.pathsep.join([str(deep_ep_path.folder()), *sys.path])
+    more = {"WEFT_DEEP_EP_BRANCH": branch, "PYTHONPATH": paths}
+    ran = run_program([sys.executable, str(program), branch], tmp_path, more=more)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == BRANCHES[branch]
 
 
 def test_names_are_the_same_objects_everywhere() -> None:

@@ -3,8 +3,8 @@
 
 from deep_ep import utils
 from deep_ep._C import topk_idx_t
+from deep_ep.buffer import Buffer
 from weft import __version__ as _weft_version
-from weft.moe.buffer import Buffer
 from weft.moe.config import Config
 from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
 from weft.moe.elastic import ElasticBuffer

@@ -105,7 +105,8 @@ class LowLatencyCalls:
             use_mxfp8: quantise per 32 channels to FP8 with power-of-two scales; hidden a multiple of 128.
             use_nvfp4: quantise per 16 channels to 4 bits, with E4M3 scales (use_ue8m0_for_sf: powers of two)
                 relative to x_global_scale, float32 of one element, the same on all ranks (None: 1): a channel is
-                code * scale / x_global_scale. hidden a multiple of 64. These two go before use_fp8.
+                code * scale / x_global_scale. hidden a multiple of 64. These two go before use_fp8. Without NVFP4
+                x_global_scale is not looked at.
             out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results, as rows lie in memory.
         Returns: (recv_x [Le, R * M, hidden], or with FP8 (recv_x float8_e4m3fn, scales); counts int32 [Le];
             with topk_weights then weights float32 [Le, R * M] and source ranks int32 [Le, R * M]; handle;
@@ -125,7 +126,7 @@ class LowLatencyCalls:
         flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
         options = (b"ll_dispatch", most, experts, flags, async_finish, return_recv_hook)
         is_new = out_packed_recv_x is out_src_info is out_layout_range is out_count is None
-        is_usual = is_new and x_global_scale is None and use_nvfp4 is False
+        is_usual = is_new and use_nvfp4 is False
         is_watched = profiler._is_profiler_enabled or spans.NVTX or are_modes_on()
         if is_usual and not is_watched:
             results = known_low_latency_dispatch(self._contexts.plans, tensors, options)
@@ -153,9 +154,7 @@ class LowLatencyCalls:
             self._check_stats(plan, stats, costs)
             self._contexts.keep(signature, plan)
         use_nvfp4 = flags[4]
-        scale = None
-        if x_global_scale is not None or use_nvfp4:
-            scale = check_global_scale(x_global_scale, use_nvfp4, plan.context)
+        scale = check_global_scale(x_global_scale, plan.context) if use_nvfp4 else None
         filled: list[Any] | None = None  # new tensors
         if any(tensor is not None for tensor in wanted):
             sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)

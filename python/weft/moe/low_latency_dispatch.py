@@ -81,12 +81,8 @@ def check_outputs(
     return tuple(given.values())
 
 
-def check_global_scale(value: Tensor | None, is_nvfp4: bool, context: DeviceContext) -> Tensor | None:
+def check_global_scale(value: Tensor | None, context: DeviceContext) -> Tensor:
     """Return the float32 that NVFP4 scales are relative to, on the device."""
-    if not is_nvfp4:
-        if value is not None:
-            raise invalid("x_global_scale", arguments.describe(value), "None without use_nvfp4")
-        return None
     if value is None:
         return torch.ones(1, dtype=torch.float32, device=context.device)
     shape = tuple(value.shape) if isinstance(value, Tensor) else (1,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 SOURCES = {".h", ".cc", ".cuh", ".py", ".c", ".cu"}
 # Folder -> the lines that a source file below it may have.
-LIMITS = {"kernels": 350, "src": 500, "providers": 500, "transports": 500, "compat": 500, "python": 500}
+LIMITS = {"kernels": 500, "src": 700, "providers": 700, "transports": 700, "compat": 700, "python": 700}
 
 
 def breaches(root: Path) -> list[str]:

@@ -77,6 +77,7 @@ Result<SharedMemory> SharedMemory::open(FileDescriptor fd, uint64_t bytes) {
   SharedMemory made;
   made.fd_ = std::move(fd);
   WEFT_TRY(made.map_sealed(bytes, "the descriptor"));
+  made.fd_.close();  // a job has one of these for every two ranks
   return made;
 }
 

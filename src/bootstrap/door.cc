@@ -7,7 +7,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -161,11 +160,11 @@ bool Door::hear(Pending& pending, std::vector<Guest>& guests) {
   return false;
 }
 
-// Says so here too, but not once for each of many.
+// Says so here too, at most once a second.
 void Door::turn_away(const Pending& pending) {
-  if (std::has_single_bit(++turned_away_))
+  if (const uint64_t times = turned_away_.count())
     log_warn("bootstrap: a connection from {} is refused: it does not know this job's secret ({} so far)",
-             name_of_peer(pending.socket.get()), turned_away_);
+             name_of_peer(pending.socket.get()), times);
   answer(pending.socket.get(), false,
          "secret: the id or WEFT_JOB_SECRET of this rank is not the other side's, allowed: the same on all "
          "ranks");
@@ -242,7 +241,8 @@ Result<FileDescriptor> knock(const SocketAddress& address, const std::string& ke
     bool is_welcome = false;
     const Moved moved = introduce(socket.get(), key, claim, until, words, is_welcome);
     if (moved == Moved::kAll && is_welcome) return socket;
-    if (moved == Moved::kAll) return Status(Code::kInvalid, words);
+    // Whoever listens there chose them: nothing has been proven.
+    if (moved == Moved::kAll) return Status(Code::kInvalid, printable(words));
     if (moved == Moved::kTimeout || until.passed()) return lost(who, "does not answer");
     std::this_thread::sleep_for(std::chrono::milliseconds(20));  // dropped: many want to come in
   }

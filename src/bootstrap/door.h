@@ -22,6 +22,7 @@
 #include "base/file_descriptor.h"
 #include "base/proof.h"
 #include "base/status.h"
+#include "base/strangers.h"
 
 namespace weft {
 
@@ -83,7 +84,7 @@ class Door {
   FileDescriptor listener_;
   const std::string key_;
   std::list<Pending> pending_;  // oldest first
-  uint64_t turned_away_ = 0;
+  LogLimiter turned_away_;
 };
 
 union SocketAddress {

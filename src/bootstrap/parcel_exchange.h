@@ -7,6 +7,9 @@
 //   mine->connect(addresses);                        // everyone's address(), brought by a Bootstrap
 //   mine->begin_call();
 //   WEFT_TRY_ASSIGN(std::vector<Parcel> all, mine->all_gather({"hello", {}}, "window.create", until));
+// Who may send: processes of this rank's user that know its key. The kernel drops what does not carry the key before it
+// reaches the queue, where it can (a socket filter), and names each sender's user. What is refused changes nothing: its
+// descriptors are closed beside this thread, since a stranger's may take long to close.
 // Order: every rank makes the same calls in the same order; a fast rank may be one call ahead. What a rank
 // wrote before a call is seen by its peers after it.
 // Threads: one call at a time.
@@ -22,6 +25,7 @@
 #include "base/deadline.h"
 #include "base/file_descriptor.h"
 #include "base/status.h"
+#include "base/strangers.h"
 #include "bootstrap/peer_watch.h"
 
 namespace weft {
@@ -45,8 +49,9 @@ class ParcelExchange {
   static Result<std::unique_ptr<ParcelExchange>> open(int rank);
 
   const ParcelAddress& address() const { return address_; }
-  // Names the peers, in rank order; ranks with key 0 are not part of the exchange.
-  void connect(std::vector<ParcelAddress> peers) { peers_ = std::move(peers); }
+  // Names the peers, in rank order; ranks with key 0 are not part of the exchange. A peer keeps its socket: who takes the
+  // name of one that has died gets nothing. Errors: kSystem when no descriptors are left.
+  Status connect(const std::vector<ParcelAddress>& peers);
 
   // Starts a collective call that may need several all_gather()s. After a failure in the middle of one, ranks
   // that got different far are in step again at the next.
@@ -65,9 +70,17 @@ class ParcelExchange {
 
   ParcelExchange(int rank, FileDescriptor socket) : rank_(rank), socket_(std::move(socket)) {}
 
+  struct Peer {
+    uint64_t key = 0;
+    FileDescriptor socket;  // connected to the peer's; none where it had gone before
+  };
+  struct Datagram;
+
   enum class Sent { kDone, kLater, kPeerGone };
   Result<Sent> try_send(int peer, const Parcel& parcel);
   Status receive_waiting();
+  void take(Datagram& datagram);
+  void refuse(Datagram& datagram, std::string_view why);
   Result<bool> all_sent(const Parcel& mine, std::vector<bool>& sent, std::string_view operation);
   bool all_received() const;
   Status check_alive(std::string_view operation);
@@ -79,10 +92,11 @@ class ParcelExchange {
   const int rank_;
   FileDescriptor socket_;
   ParcelAddress address_;
-  std::vector<ParcelAddress> peers_;
+  std::vector<Peer> peers_;
   PeerWatch* watch_ = nullptr;
   uint64_t sequence_ = 0;                                // kGathersPerCall * call + all_gather of it
   std::map<std::pair<uint64_t, int>, Parcel> received_;  // by (sequence, rank)
+  LogLimiter refused_;
 };
 
 }  // namespace weft

@@ -218,7 +218,7 @@ Status Communicator::connect(std::string_view transport) {
     else
       addresses_[peer].key = 0;
   }
-  parcels_->connect(addresses_);
+  WEFT_TRY(parcels_->connect(addresses_));
   WEFT_TRY(open_links(chosen, usable));
   return choose_windows();
 }

@@ -107,7 +107,9 @@ class HostRange : public MappedRange {
   Status import(const Parcel& offer, uint64_t bytes) override {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     struct stat info{};
-    if (!offer.fd.is_open() || fstat(offer.fd.get(), &info) != 0 ||
+    // Only sealed memory is mapped: anything else could be cut short under this rank's loads.
+    const int seals = offer.fd.is_open() ? fcntl(offer.fd.get(), F_GET_SEALS) : -1;
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(offer.fd.get(), &info) != 0 ||
         static_cast<uint64_t>(info.st_size) != gap() + bytes)
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));

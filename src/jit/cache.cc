@@ -13,13 +13,12 @@
 #include <filesystem>
 #include <mutex>
 #include <set>
-#include <sstream>
 
 #include "base/config.h"
 #include "base/digest.h"
 #include "base/log.h"
+#include "base/private_path.h"
 #include "base/status.h"
-#include "jit/source.h"
 
 namespace weft {
 namespace {
@@ -42,7 +41,7 @@ std::string temporary_beside(const std::string& path) {
 }
 
 Status write_whole(const std::string& path, const std::string& bytes) {
-  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   if (file < 0) return Status::from_errno(errno, "creating {}", path);
   size_t done = 0;
   int failed = 0;
@@ -68,12 +67,6 @@ Status store_file(const std::string& folder, const std::string& path, const std:
   return status;
 }
 
-std::string octal(mode_t mode) {
-  std::ostringstream out;
-  out << "0" << std::oct << (mode & 07777);
-  return out.str();
-}
-
 // A cache that is not what it should be is said once, not for every kernel.
 void warn_once(const Status& status) {
   static std::mutex mutex;
@@ -85,40 +78,32 @@ void warn_once(const Status& status) {
         status.message());
 }
 
-bool may_load(const std::string& folder, const std::string& path) {
-  for (const Status& is_private : {check_private(folder), check_private(path)})
-    if (!is_private.ok()) {
-      warn_once(is_private);
-      return false;
-    }
-  return true;
+// `file` of `folder`, or nothing: silently where it is not there, with a warning where it may not be loaded.
+std::optional<KernelCache::File> open_in(const std::string& folder, const std::string& file) {
+  Result<FileDescriptor> opened_folder = open_private_folder(folder);
+  Result<FileDescriptor> opened = opened_folder.ok() ? open_private_file(*opened_folder, folder, file)
+                                                     : Result<FileDescriptor>(opened_folder.status());
+  if (opened.ok()) return KernelCache::File{std::move(*opened), folder + "/" + file};
+  // A folder that may not be used is one worth a word only where it has the file.
+  const bool is_refused = opened.status().code() == Code::kCapacity;
+  if (is_refused && access((folder + "/" + file).c_str(), F_OK) == 0) warn_once(opened.status());
+  return std::nullopt;
+}
+
+// Makes the folders on the way to `folder`: none that others can write, whatever the umask.
+void make_parents(const fs::path& folder) {
+  fs::path made;
+  for (const fs::path& part : folder.parent_path()) mkdir((made /= part).c_str(), 0755);
 }
 
 }  // namespace
 
-Status check_private(const std::string& path) {
-  struct stat facts{};
-  if (lstat(path.c_str(), &facts) != 0) return Status::from_errno(errno, "{}", path);
-  if (facts.st_uid != geteuid() && facts.st_uid != 0)
-    return Status::make(Code::kCapacity, "{}: owned by user {}, allowed: this user or root", path,
-                        facts.st_uid);
-  if (!S_ISLNK(facts.st_mode) && (facts.st_mode & (S_IWGRP | S_IWOTH)))
-    return Status::make(Code::kCapacity, "{}: mode {}, allowed: writable by its owner alone; chmod go-w {}",
-                        path, octal(facts.st_mode), path);
-  return Status();
-}
-
 Status prepare_cache(const std::string& folder) {
-  std::error_code error;
-  if (const auto parent = fs::path(folder).parent_path(); !parent.empty())
-    fs::create_directories(parent, error);
+  make_parents(folder);
   if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
     return Status::make(Code::kCapacity, "{}: {}", folder, std::strerror(errno));
-  // The folder itself, where the path is a link.
-  const fs::path real = fs::canonical(folder, error);
-  if (error || !fs::is_directory(real))
-    return Status::make(Code::kCapacity, "{}: {}", folder, error ? error.message() : "not a folder");
-  WEFT_TRY(check_private(real.string()));
+  const Status is_private = open_private_folder(folder).status();
+  if (!is_private.ok()) return Status(Code::kCapacity, is_private.message());
   if (access(folder.c_str(), W_OK | X_OK) != 0)
     return Status::make(Code::kCapacity, "{}: {}", folder, std::strerror(errno));
   return Status();
@@ -150,25 +135,23 @@ std::string KernelCache::path(const std::string& name) const {
   return folder() + "/" + name + kExtension;
 }
 
-std::optional<std::string> KernelCache::find(const std::string& file) const {
-  for (const std::string& folder : folders_) {
-    const std::string path = folder + "/" + file;
-    if (access(path.c_str(), F_OK) == 0 && may_load(folder, path)) return path;
-  }
+std::optional<KernelCache::File> KernelCache::open(const std::string& file) const {
+  for (const std::string& folder : folders_)
+    if (std::optional<File> found = open_in(folder, file)) return found;
   return std::nullopt;
 }
 
 std::optional<std::string> KernelCache::load(const std::string& name) const {
   for (const std::string& folder : folders_) {
-    const std::string path = folder + "/" + name + kExtension;
-    if (access(path.c_str(), F_OK) != 0 || !may_load(folder, path)) continue;
-    Result<std::string> file = read_file(path);
+    const std::optional<File> found = open_in(folder, name + kExtension);
+    if (!found) continue;
+    Result<std::string> file = read_whole(found->descriptor, found->path);
     if (!file.ok()) continue;
     if (file->size() > kHeaderBytes) {
       std::string payload = file->substr(kHeaderBytes);
       if (file->compare(0, kHeaderBytes, header_of(payload)) == 0) return payload;
     }
-    log_info("jit: {} is damaged and will be replaced", path);
+    log_info("jit: {} is damaged and will be replaced", found->path);
   }
   return std::nullopt;
 }

@@ -7,10 +7,10 @@
 //   warning
 // A file is written aside and renamed, so that readers see all of it or nothing; it starts with a checksum of
 // the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time.
-// What is loaded from here runs in this process. So folder and files are made for their owner alone, and what
-// another user owns or can write is not read: a miss, with a warning that names the folder and the remedy.
-// The folders of cache_path are looked at after the first one, by the same rules, and are never written: an
-// image brings them, owned by root.
+// What is loaded from here runs in this process. So folder and files are made for their owner alone, and are opened by
+// the rules of base/private_path.h: what another user owns or can write, or could put in its place, is a miss, with a
+// warning that names the part of the path and the remedy. The folders of cache_path are looked at after the first one,
+// by the same rules, and are never written: an image brings them, owned by root.
 // Threads: any.
 #pragma once
 
@@ -19,18 +19,15 @@
 #include <string_view>
 #include <vector>
 
+#include "base/file_descriptor.h"
 #include "base/status.h"
 
 namespace weft {
 
 // Makes `folder`, writable by its owner alone, unless it is there; makes sure that it may hold code.
-// Errors: kCapacity when it cannot be made or written, or is another's to write: the path, why, and the
-// remedy.
+// Errors: kCapacity when it cannot be made or written, or a part of its path is another's to write: the part, why, and
+// the remedy.
 Status prepare_cache(const std::string& folder);
-
-// Whether this user or root owns `path`, and nobody else can write it.
-// Errors: kCapacity with the path and its owner or mode; kSystem when it is not there.
-Status check_private(const std::string& path);
 
 // Removes what processes that were killed left half written in `folder`, an hour ago or more. Once per
 // process.
@@ -38,6 +35,12 @@ void remove_leftovers(const std::string& folder);
 
 class KernelCache {
  public:
+  // A file that has been checked: load what is open, not what stands at the path.
+  struct File {
+    FileDescriptor descriptor;
+    std::string path;  // for messages
+  };
+
   // Folders may start with ~/; the first is made at the first store(). read_only: colons between.
   explicit KernelCache(std::string_view folder, std::string_view read_only = {});
 
@@ -45,8 +48,8 @@ class KernelCache {
   std::optional<std::string> load(const std::string& name) const;
   // A kernel whose name starts with `prefix`, the first by name: for who cannot tell the rest of it.
   std::optional<std::string> load_like(const std::string& prefix) const;
-  // The path of `file` (with its extension) in the first folder that has it and where it may be loaded from.
-  std::optional<std::string> find(const std::string& file) const;
+  // `file` (with its extension) in the first folder that has it and where it may be loaded from.
+  std::optional<File> open(const std::string& file) const;
   void store(const std::string& name, const std::string& payload) const;
 
   const std::string& folder() const { return folders_.front(); }

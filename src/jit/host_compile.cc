@@ -123,13 +123,29 @@ Status build(const std::string& source, const std::string& device_dir, const std
   return status;
 }
 
-Result<HostEntry> load(const std::string& path) {
+// A path of an open file that nothing else is loaded by: the loader takes an object that it knows by the same path
+// for the same one, and descriptors are used again.
+std::string path_of(const FileDescriptor& file) {
+  static std::atomic<unsigned> count{0};
+  std::string path = "/proc";
+  for (unsigned left = count++; left; left /= 2) path += left % 2 ? "/." : "/";
+  return text("{}/self/fd/{}", path, file.get());
+}
+
+Result<HostEntry> load(const KernelCache::File& file) {
   // Lives as long as the process, like the kernel.
-  void* object = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* object = dlopen(path_of(file.descriptor).c_str(), RTLD_NOW | RTLD_LOCAL);
   void* entry = object ? dlsym(object, kEntry) : nullptr;
-  if (!entry) return Status::make(Code::kUnsupported, "loading {}: {}", path, dlerror());
-  log_info("jit: loaded {}", path);
+  if (!entry) return Status::make(Code::kUnsupported, "loading {}: {}", file.path, dlerror());
+  log_info("jit: loaded {}", file.path);
   return reinterpret_cast<HostEntry>(entry);
+}
+
+Result<HostEntry> load_from(const KernelCache& cache, const std::string& file) {
+  const std::optional<KernelCache::File> built = cache.open(file);
+  if (built) return load(*built);
+  return Status::make(Code::kCapacity, "{}/{}: what was just compiled cannot be opened", cache.folder(),
+                      file);
 }
 
 // Into the folder of the cache. Errors: kCapacity when it cannot serve.
@@ -147,9 +163,9 @@ Result<HostEntry> in_own_folder(const std::string& source, const std::string& de
   if (error || !mkdtemp(folder.data()))
     return Status::make(Code::kCapacity, "no folder for a compiled kernel: {}; nor {}: {}", why.message(),
                         folder, strerror(errno));
-  const std::string path = folder + "/kernel.so";
-  const Status built = build(source, device_dir, path);
-  Result<HostEntry> entry = built.ok() ? load(path) : Result<HostEntry>(built);
+  const std::string file = "kernel.so";
+  const Status built = build(source, device_dir, folder + "/" + file);
+  Result<HostEntry> entry = built.ok() ? load_from(KernelCache(folder), file) : Result<HostEntry>(built);
   std::filesystem::remove_all(folder, error);
   return entry;
 }
@@ -169,7 +185,7 @@ struct HostSource {
 Result<HostEntry> compile_on_host(const KernelKey& key) {
   const HostSource wanted(key);
   const KernelCache cache(config().cache_dir, config().cache_path);
-  if (const std::optional<std::string> path = cache.find(wanted.file)) return load(*path);
+  if (const std::optional<KernelCache::File> kept = cache.open(wanted.file)) return load(*kept);
   if (config().compile == "never")
     return Status::make(Code::kUnsupported,
                         "kernel {} for this CPU is in no cache, and WEFT_COMPILE is never; `weft warm "
@@ -178,7 +194,7 @@ Result<HostEntry> compile_on_host(const KernelKey& key) {
   const CompileNotice notice(key.name, "this CPU");
   const std::string path = cache.folder() + "/" + wanted.file;
   const Status built = build_in_cache(wanted.source, wanted.device_dir, path);
-  if (built.ok()) return load(path);
+  if (built.ok()) return load_from(cache, wanted.file);
   if (built.code() != Code::kCapacity) return built;
   log_warn(
       "jit: the kernel cache cannot be used, so every process compiles its kernels again: {} (set "
@@ -189,7 +205,7 @@ Result<HostEntry> compile_on_host(const KernelKey& key) {
 
 Result<bool> compile_to_cache(const KernelKey& key, const KernelCache& cache) {
   const HostSource wanted(key);
-  if (cache.find(wanted.file)) return false;
+  if (cache.open(wanted.file)) return false;
   const CompileNotice notice(key.name, "this CPU");
   WEFT_TRY(build_in_cache(wanted.source, wanted.device_dir, cache.folder() + "/" + wanted.file));
   return true;

@@ -19,6 +19,7 @@ import weft
 from weft.bench import BENCHMARKS
 from weft.errors import Error
 from weft.runtime.endings import Ended, ended_by_signals
+from weft.runtime.logs import printable
 
 # Command name -> (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Ended as end:
         return 128 + end.number  # as a shell reports it
     except Error as error:
-        print(f"weft: {error.one_line()}", file=sys.stderr)
+        print(f"weft: {printable(error.one_line())}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "weft":
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # what is left would be flushed at the end
         return 141  # as of a program that SIGPIPE ends
     except OSError as error:  # a file that cannot be read or written
-        print(f"weft: {error}", file=sys.stderr)
+        print(f"weft: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/log.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <mutex>
 
@@ -41,6 +42,16 @@ const char* label(LogLevel level) {
   return "?";
 }
 
+// A name in a line may be a peer's: no control character of it reaches the terminal.
+std::string without_controls(std::string line) {
+  const auto is_control = [](char letter) {
+    const auto byte = static_cast<unsigned char>(letter);
+    return (byte < 0x20 && letter != '\n' && letter != '\t') || byte == 0x7f;
+  };
+  std::replace_if(line.begin(), line.end(), is_control, '?');
+  return line;
+}
+
 }  // namespace
 
 void set_log_sink(LogSink replacement) {
@@ -55,7 +66,7 @@ bool log_enabled(LogLevel level) {
 void log_line(LogLevel level, const std::string& line) {
   std::lock_guard lock(sink().mutex);
   if (sink().sink) return sink().sink(level, line);
-  const std::string whole = text("weft {}: {}\n", label(level), line);
+  const std::string whole = text("weft {}: {}\n", label(level), without_controls(line));
   std::fwrite(whole.data(), 1, whole.size(), stderr);
 }
 

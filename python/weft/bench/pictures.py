@@ -9,6 +9,7 @@ with a line per system. ``floor`` is a short black line: what the machine would 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import invalid
+from weft.runtime.files import write_file
 from weft.runtime.tables import size_text
 
 if TYPE_CHECKING:
@@ -116,7 +118,9 @@ def picture(
             figure.text(0.01, 1 - 0.66 * head, subtitle, fontsize=9.5, color="#57606a", va="top")
             lines = sum(text.get_text().count("\n") + 1 for text in figure.texts[:-2])
             figure.tight_layout(rect=(0, max(0.03, (0.15 * lines + 0.05) / size[1]), 1, 1 - head))
-            figure.savefig(path, dpi=120, facecolor="white")
+            drawn = io.BytesIO()
+            figure.savefig(drawn, dpi=120, facecolor="white", format=path.suffix[1:].lower())
+            write_file(path, drawn.getvalue())
         finally:
             pyplot.close(figure)
 

@@ -34,6 +34,7 @@ from typing import Any
 
 from rich.console import Console
 
+from weft.runtime.files import write_file
 from weft.runtime.machine import machine, versions
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console, output_file, size_text
 
@@ -173,7 +174,7 @@ class Report:
         if json_path:
             path = Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            write_file(path, json.dumps(self.to_json(), indent=1) + "\n")
             self.console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         if plot_path:
             Path(plot_path).parent.mkdir(parents=True, exist_ok=True)

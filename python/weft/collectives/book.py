@@ -28,6 +28,7 @@ from weft.collectives.selector import Selector
 from weft.collectives.variants import EXCHANGE, PROGRAM, Choice
 from weft.collectives.verifier import verify
 from weft.errors import Error
+from weft.runtime.files import write_file
 
 MAGIC = b"weftbook"
 VERSION = 5
@@ -93,9 +94,7 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
         words += [row.machine, row.ranks, row.collective, _mode(row.choice), number]
         words += [row.choice.slice_bytes, row.choice.num_sms, row.max_bytes & 0xFFFFFFFF, row.max_bytes >> 32]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{id(rows)}.tmp")
-    temporary.write_bytes(MAGIC + struct.pack(f"={len(words)}I", *(word & 0xFFFFFFFF for word in words)))
-    temporary.replace(path)
+    write_file(path, MAGIC + struct.pack(f"={len(words)}I", *(word & 0xFFFFFFFF for word in words)))
     return len(programs)
 
 

@@ -39,6 +39,7 @@ from weft.collectives.verifier import Report, verify
 from weft.collectives.xml import DIALECTS
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
+from weft.runtime.files import write_file
 from weft.runtime.tables import Column, Table, make_console
 
 
@@ -110,7 +111,7 @@ def _write(algorithm: Algorithm, report: Report, args: argparse.Namespace, numbe
     text = to_plan(algorithm) if is_plan else to_xml(algorithm, args.dialect)
     if args.output:
         path = Path(args.output)
-        (path if number == 1 else path.with_stem(f"{path.stem}-{number}")).write_text(text)
+        write_file(path if number == 1 else path.with_stem(f"{path.stem}-{number}"), text)
     else:
         sys.stdout.write(text)
     blocks = max(len(program.blocks) for program in algorithm.ranks)

@@ -25,6 +25,7 @@ from weft.collectives.ir import Algorithm, Op
 from weft.collectives.structure import VerificationError
 from weft.collectives.verifier import verify
 from weft.errors import invalid
+from weft.runtime.files import write_file
 from weft.runtime.tables import size, size_text
 
 Names = dict[tuple[int, int, int], tuple[str, ...]]  # of the chunks that a step moves
@@ -86,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         rows = sum(1 for _ in algorithm.blocks())
         followed = args.chunk or (ALL if rows <= _MOST_ROWS_WITH_ARROWS else "")
-        Path(args.output).write_text(svg(algorithm, guess, subtitle, followed))
+        write_file(Path(args.output), svg(algorithm, guess, subtitle, followed))
         print(f"wrote {args.output}")
     if args.html:
         drawing = svg(algorithm, guess, subtitle, args.chunk or ALL, waits=True)
         text = summary(algorithm, args.bytes, machine)
-        Path(args.html).write_text(page(algorithm, drawing, text, bool(args.chunk)))
+        write_file(Path(args.html), page(algorithm, drawing, text, bool(args.chunk)))
         print(f"wrote {args.html}")
     try:
         verify(algorithm)

@@ -35,6 +35,7 @@ from weft.collectives.language import Program, Ref
 from weft.collectives.library import build, entries
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
+from weft.runtime.files import write_file
 from weft.runtime.tables import output_file, size
 
 COLLECTIVES = {
@@ -459,7 +460,7 @@ def run(args: argparse.Namespace) -> int:
         raise invalid("ranks", args.ranks, f"{network.ranks}, as {path.name} says")
     algorithm = synthesise(network, args.collective, args.bytes, args.seed)
     if args.output:
-        Path(args.output).write_text(to_xml(algorithm))
+        write_file(Path(args.output), to_xml(algorithm))
     steps = sum(1 for _ in algorithm.steps())
     us = network_us(algorithm, network, args.bytes)
     print(f"{algorithm.name}: {us:.1f} us predicted, {algorithm.chunks} chunks, {steps} steps, verified")

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import _core
 from weft.errors import Error, invalid
+from weft.runtime.files import own_file, write_file
 from weft.runtime.progress import progress
 from weft.runtime.tables import size
 
@@ -177,7 +178,7 @@ def measure(
                 if row is None:
                     row = _winner(me, collectives, call, num_bytes, VARIANTS[_CALLS[call]], device)
                     if me.rank == 0:
-                        with open(journal, "a") as file:
+                        with open(journal, "a", opener=own_file) as file:
                             file.write(json.dumps(row) + "\n")
                 winners.append(row)
                 bar.advance(task)
@@ -190,9 +191,7 @@ def forget(journal: Path, calls: list[str], sizes: list[int]) -> None:
         row for (call, size), row in _read_journal(journal).items() if call not in calls or size not in sizes
     ]
     if rest:
-        temporary = journal.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rest))
-        temporary.replace(journal)
+        write_file(journal, "".join(json.dumps(row) + "\n" for row in rest))
     else:
         journal.unlink(missing_ok=True)
 

@@ -23,6 +23,7 @@ from weft.collectives.selector import Selector
 from weft.collectives.tuned_tables import read_table
 from weft.collectives.variants import VARIANTS, Choice
 from weft.errors import Error
+from weft.runtime.files import write_file
 from weft.runtime.machine import versions
 
 NEAR = 1.1
@@ -50,7 +51,7 @@ def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[d
         "command": shlex.join(["weft", *sys.argv[1:]]),
         "cells": [cells[key] for key in sorted(cells)],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

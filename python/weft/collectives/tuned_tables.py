@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from weft.collectives.library import entries
 from weft.collectives.variants import MODES, PROGRAM, Variant
+from weft.runtime.files import write_file
 
 log = logging.getLogger("weft.collectives")
 
@@ -88,6 +88,4 @@ def write_table(path: Path, key: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table; atomically, so that a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": TABLE_VERSION, "key": key, "rows": list(rows)}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.replace(path)
+    write_file(path, json.dumps(document, indent=1) + "\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import invalid
+from weft.runtime.files import write_file
 
 if TYPE_CHECKING:
     from weft.demo.train import Outcome, Plan
@@ -153,7 +154,7 @@ def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks
     verdict = "they agree" if agreement.holds else "THEY DISAGREE"
     console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)
     curves = {name: outcome.losses for name, outcome in runs.items()}
-    (folder / "losses.json").write_text(json.dumps({"losses": curves, "rows": over_ranks.rows}) + "\n")
+    write_file(folder / "losses.json", json.dumps({"losses": curves, "rows": over_ranks.rows}) + "\n")
     draw(folder / "demo.png", curves, over_ranks.rows, plan.shape.experts // num_ranks, settings_of(plan))
     console.print(
         f"wrote {folder / 'demo.png'} and {folder / 'losses.json'}", highlight=False, soft_wrap=True

@@ -13,11 +13,12 @@ and their frame has the name. On a GPU "scheduled" says that the host has enqueu
 from __future__ import annotations
 
 import logging
-import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 from weft import _core
+from weft.runtime.files import write_file
 
 _log = logging.getLogger("weft.calls")
 _VERSION = "2.10"  # of the dump
@@ -59,10 +60,7 @@ def write(prefix: str, counted: dict[str, Any], rank: int | None = None) -> str:
     """Write the dump to ``prefix`` with the rank behind it; return the path. Raises: OSError."""
     rank, dump = record(counted, rank)
     path = f"{prefix}{rank}"
-    beside = f"{path}.{os.getpid()}"
-    with open(beside, "wb") as file:
-        pickle.dump(dump, file)
-    os.replace(beside, path)
+    write_file(Path(path), pickle.dumps(dump))
     return path
 
 

@@ -26,7 +26,15 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            sys.stderr.write(f"weft {record.levelname.lower()}: {record.getMessage()}\n")
+            lines = "\n".join(map(printable, record.getMessage().split("\n")))
+            sys.stderr.write(f"weft {record.levelname.lower()}: {lines}\n")
+
+
+def printable(words: str) -> str:
+    """Return words that somebody else may have chosen as a terminal may show them: control characters escaped."""
+    if words.isprintable():
+        return words
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in words)
 
 
 def follow(level: str) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.runtime.files import own_file
+
 
 @dataclass
 class SharedRecord:
@@ -23,7 +25,7 @@ class SharedRecord:
 @contextmanager
 def shared_record(path: Path) -> Iterator[SharedRecord]:
     """Hold the file while its content is read and replaced. An error in between leaves it as it was."""
-    with path.open("a+") as file:
+    with open(path, "a+", opener=own_file) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file
         file.seek(0)
         text = file.read()

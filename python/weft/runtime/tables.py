@@ -26,6 +26,9 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from weft.runtime.files import own_file
+from weft.runtime.logs import printable
+
 WIDTH = 80
 _UNBOUNDED = 100_000
 _FOLDED_TEXT = 26  # a text that is longer than this may be folded rather than start a new table
@@ -87,7 +90,7 @@ class Table:
         """Append a row: a text for each column, "" or "-" for nothing."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
-        self._rows.append(cells)
+        self._rows.append(tuple(printable(cell) for cell in cells))
         self._styles.append(style)
 
     def __len__(self) -> int:
@@ -188,7 +191,7 @@ def output_file(given: str) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
-        path.open("a").close()
+        open(path, "a", opener=own_file).close()
         if not was_there:
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from weft.moe.trace import Span
+from weft.runtime.files import write_file
 from weft.runtime.tables import Column, Table
 
 SPANS_PER_BUFFER = 1 << 18
@@ -110,7 +111,7 @@ def write_chrome(path: Path, of_ranks: CallsOfRanks, clock_is_shared: bool) -> N
             events += [_event(rank, span, start_ns - zero_ns) for span in call.spans]
         start_ns += max(call.ended_ns() - zero for call, zero in zip(same, zeros, strict=True)) + _GAP_NS
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
 def _zeros(same: list[TracedCall], clock_is_shared: bool) -> list[int]:

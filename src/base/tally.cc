@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 
+#include "base/config.h"
 #include "base/log.h"
 #include "base/shared_memory.h"
 
@@ -73,6 +74,7 @@ TallyPage* make_page() {
   page->wall_minus_monotonic_ns =
       static_cast<int64_t>(wall.tv_sec) * 1'000'000'000 + wall.tv_nsec - static_cast<int64_t>(tally_now_ns());
   page->made_ns = tally_now_ns();
+  page->has_secret = config().job_secret.empty() ? 0 : 1;
   page->bytes = sizeof(TallyPage);
   page->version = kTallyVersion;
   return page;
@@ -96,6 +98,8 @@ std::string name_of(const char (&name)[N]) {
 size_t used_of(const Count& used, uint32_t room) {
   return static_cast<size_t>(std::min<uint64_t>(used.load(), room));
 }
+
+constexpr int32_t kMostRanks = 1 << 20;  // a page that has more is not one of ours
 
 TallySnapshot::Operation read(const TallyOperation& from) {
   TallySnapshot::Operation to{
@@ -129,6 +133,7 @@ Result<TallySnapshot> read_tally(std::string_view bytes) {
                            kTallyVersion);
   TallySnapshot to;
   to.made_ns = page.made_ns;
+  to.has_secret = page.has_secret != 0;
   to.wall_minus_monotonic_ns = page.wall_minus_monotonic_ns;
   for (size_t i = 0; i < used_of(page.num_operations, TallyPage::kOperations); ++i)
     to.operations.push_back(read(page.operations[i]));
@@ -139,7 +144,7 @@ Result<TallySnapshot> read_tally(std::string_view bytes) {
   }
   for (size_t i = 0; i < used_of(page.num_groups, TallyPage::kGroups); ++i) {
     const TallyGroup& group = page.groups[i];
-    if (group.size < 1) continue;
+    if (group.size < 1 || group.size > kMostRanks || group.rank < 0 || group.rank >= group.size) continue;
     const size_t last = std::min<uint64_t>(group.operation, TallyPage::kOperations - 1);
     to.groups.push_back({i, group.key, name_of(group.what), name_of(group.device),
                          name_of(page.operations[last].name), group.rank, group.size, group.calls,

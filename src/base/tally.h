@@ -26,7 +26,7 @@
 namespace weft {
 
 inline constexpr char kTallyName[] = "weft-tally";
-inline constexpr uint32_t kTallyVersion = 1;
+inline constexpr uint32_t kTallyVersion = 2;
 // Times by powers of two: bucket b has what took less than 2^b * 1.024 us, the last one all that took longer.
 inline constexpr uint32_t kTallyBuckets = 24;
 
@@ -81,6 +81,7 @@ struct TallyPage {
   uint32_t version, bytes;
   uint64_t made_ns;  // a fork makes its own, beside the descriptor of its parent's: the later one counts
   int64_t wall_minus_monotonic_ns;
+  Count has_secret;  // 1: the process has a job secret, when the page was made
   Count num_operations, num_peers, num_groups, num_calls;
   TallyOperation operations[kOperations];  // the last of each stands for all that did not fit
   TallyPeer peers[kPeers];
@@ -128,6 +129,7 @@ struct TallySnapshot {
   };
   uint64_t made_ns = 0;
   int64_t wall_minus_monotonic_ns = 0;
+  bool has_secret = false;
   std::vector<Operation> operations;
   std::vector<Peer> peers;
   std::vector<Group> groups;  // those that are closed, too, until another one takes their place

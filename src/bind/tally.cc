@@ -21,10 +21,16 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
+// A name may have been cut inside a letter, and may be anything in memory of another process.
+nb::object to_text(const std::string& name) {
+  return nb::steal(
+      PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "backslashreplace"));
+}
+
 nb::dict to_dict(const TallySnapshot::Operation& operation) {
   nb::dict to;
-  to["operation"] = operation.name;
-  to["transport"] = operation.transport;
+  to["operation"] = to_text(operation.name);
+  to["transport"] = to_text(operation.transport);
   to["calls"] = operation.calls;
   to["bytes"] = operation.bytes;
   to["errors"] = operation.errors;
@@ -37,8 +43,8 @@ nb::dict to_dict(const TallySnapshot::Operation& operation) {
 
 nb::dict to_dict(const TallySnapshot::Peer& peer) {
   nb::dict to;
-  to["peer"] = peer.name;
-  to["transport"] = peer.transport;
+  to["peer"] = to_text(peer.name);
+  to["transport"] = to_text(peer.transport);
   to["messages"] = peer.messages;
   to["bytes"] = peer.bytes;
   to["retries"] = peer.retries;
@@ -50,12 +56,12 @@ nb::dict to_dict(const TallySnapshot::Group& group) {
   nb::dict to;
   to["place"] = group.place;
   to["key"] = group.key;
-  to["what"] = group.what;
-  to["device"] = group.device;
+  to["what"] = to_text(group.what);
+  to["device"] = to_text(group.device);
   to["rank"] = group.rank;
   to["size"] = group.size;
   to["calls"] = group.calls;
-  to["operation"] = group.operation;
+  to["operation"] = to_text(group.operation);
   to["began_ns"] = group.began_ns;
   to["ended_ns"] = group.ended_ns;
   to["is_open"] = group.is_open;
@@ -67,8 +73,8 @@ nb::dict to_dict(const TallySnapshot::Call& call) {
   to["number"] = call.number;
   to["group_key"] = call.group_key;
   to["group_call"] = call.group_call;
-  to["operation"] = call.operation;
-  to["transport"] = call.transport;
+  to["operation"] = to_text(call.operation);
+  to["transport"] = to_text(call.transport);
   to["elements"] = call.elements;
   to["bytes"] = call.bytes;
   to["element"] = call.element;
@@ -88,6 +94,7 @@ nb::list to_list(const std::vector<Entry>& entries) {
 nb::dict to_dict(const TallySnapshot& snapshot) {
   nb::dict to;
   to["made_ns"] = snapshot.made_ns;
+  to["has_secret"] = snapshot.has_secret;
   to["wall_minus_monotonic_ns"] = snapshot.wall_minus_monotonic_ns;
   to["operations"] = to_list(snapshot.operations);
   to["peers"] = to_list(snapshot.peers);

@@ -2,19 +2,24 @@
 """``weft top``: what the processes of this host that use Weft are doing, and who waits for whom.
 
 It looks at the counters that each process keeps in its own memory, from outside: a job needs no setting for it, is not
-slowed, and may hang. It sees processes of the same user (root: of all), in the same PID namespace.
+slowed, and may hang. It sees processes of the same user, in the same PID namespace; those of others if root asks for
+them. What they say is then not to be relied on: it can hide nothing of other users, and bring no control characters.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import stat
 import sys
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +30,21 @@ from rich.text import Text
 from weft import _core
 from weft.errors import Error
 from weft.runtime import call_record
+from weft.runtime.logs import printable
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _LATE_S = 1.0  # a call that lasts so long is worth a line
+_MOST_MISSING = 8  # ranks of other hosts that a line names
+_MOST_PAGES = 64  # of one process: its own, and those of the processes that it was forked from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``weft top``."""
     parser.add_argument(
         "--pid", type=int, action="append", help="only this process; may be given several times"
+    )
+    parser.add_argument(
+        "--all-users", action="store_true", help="also processes of other users; only root may look at those"
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="time between two looks (default 2)")
     parser.add_argument("--once", action="store_true", help="look twice, print and end")
@@ -46,16 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show what was asked for until interrupted; return 0, or 1 where no process uses Weft."""
-    looks = look(args.pid)
+    looks = look(args.pid, args.all_users)
     if not looks:
-        print(
-            "weft top: no process of this user on this host has made a communicator or engine",
-            file=sys.stderr,
-        )
+        print(_nothing_found(args), file=sys.stderr)
         return 1
     if args.record:
         for one in looks:
-            print(call_record.write(args.record, one.counted))
+            print(printable(call_record.write(args.record, one.counted)))
         return 0
     if args.json:
         json.dump([{"pid": one.pid, "command": one.command, **one.counted} for one in looks], sys.stdout)
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with Live(console=console, auto_refresh=False, transient=False) if is_live else nullcontext() as live:
         while True:
             time.sleep(args.seconds)
-            before, looks = looks, look(args.pid)
+            before, looks = looks, look(args.pid, args.all_users)
             shown = Group(*_screen(before, looks, console))
             if live is None:
                 console.print(shown)
@@ -76,11 +84,18 @@ def run(args: argparse.Namespace) -> int:
                 return 0
 
 
+def _nothing_found(args: argparse.Namespace) -> str:
+    others = " (those of others: --all-users)" if os.geteuid() == 0 and not args.all_users else ""
+    whose = "" if args.all_users else " of this user"
+    return f"weft top: no process{whose} on this host has made a communicator or engine{others}"
+
+
 @dataclass(frozen=True)
 class Look:
-    """The counters of one process, at one time by the host's monotonic clock."""
+    """The counters of one process, at one time by the host's monotonic clock. Its words are that process's."""
 
     pid: int
+    user: int
     command: str
     counted: dict[str, Any]
     at_ns: int
@@ -90,14 +105,19 @@ def _open_groups(one: Look) -> list[dict[str, Any]]:
     return [group for group in one.counted["groups"] if group["is_open"]]
 
 
-def look(pids: list[int] | None = None) -> list[Look]:
-    """Return a look at each process of this host that uses Weft and may be looked at, by rank. Raises: weft.Error."""
+def look(pids: list[int] | None = None, all_users: bool = False) -> list[Look]:
+    """Return a look at each process of this user (or of all) that uses Weft, by rank."""
     found = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (not pids or int(folder.name) in pids):
-            page = _page_of(folder)
+        if not folder.name.isdigit() or (pids and int(folder.name) not in pids):
+            continue
+        with suppress(OSError):  # it has gone, or is somebody else's
+            user = folder.stat().st_uid
+            if user != os.geteuid() and not all_users:
+                continue
+            page = _page_of(folder, user)
             if page is not None:
-                found.append(Look(int(folder.name), _command(folder), page, time.monotonic_ns()))
+                found.append(Look(int(folder.name), user, _command(folder), page, time.monotonic_ns()))
     return sorted(found, key=lambda one: (_main_group(one).get("rank", 0), one.pid))
 
 
@@ -110,10 +130,10 @@ def waits(looks: list[Look], before: list[Look] | None = None) -> list[str]:
     moved = {
         (one.pid, group["key"]): group["calls"] for one in before or [] for group in one.counted["groups"]
     }
-    groups: dict[int, list[tuple[Look, dict[str, Any]]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[tuple[Look, dict[str, Any]]]] = defaultdict(list)
     for one in looks:
         for group in _open_groups(one):
-            groups[group["key"]].append((one, group))
+            groups[one.user, group["key"]].append((one, group))  # no user takes part in another's job
     lines = []
     for members in groups.values():
         most = max(group["calls"] for _, group in members)
@@ -146,10 +166,12 @@ def _wait_line(
 ) -> str:
     line = f"rank {group['rank']} is in {group['operation']}, call {group['calls']}, for {seconds:.1f} s"
     seen = {other["rank"] for _, other in members}
-    missing = [rank for rank in range(group["size"]) if rank not in seen]
+    missing = (rank for rank in range(group["size"]) if rank not in seen)
     whom = [_position(one, other) for one, other in behind] + [
-        f"rank {rank}, which is not on this host" for rank in missing
+        f"rank {rank}, which is not on this host" for rank in islice(missing, _MOST_MISSING)
     ]
+    if more := group["size"] - len(seen) - _MOST_MISSING:
+        whom += [f"{more} more"] if more > 0 else []
     return f"{line}; waits for {'; '.join(whom)}" if whom else line
 
 
@@ -173,7 +195,7 @@ def _screen(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
     parts: list[Any] = [part for table in tables if len(table) for part in table.parts(console.width)]
     waiting_lines = waits(looks, before)
     return (
-        [*parts, *(Text(line, "bold red") for line in waiting_lines)]
+        [*parts, *(Text(printable(line), "bold red") for line in waiting_lines)]
         if waiting_lines
         else [*parts, Text("Nobody waits for long.")]
     )
@@ -253,19 +275,49 @@ def _main_group(one: Look) -> dict[str, Any]:
     return max(_open_groups(one), key=lambda group: group["began_ns"], default={})
 
 
-def _page_of(process: Path) -> dict[str, Any] | None:
-    """Return the counters of a process; None where it has none, is gone, or is somebody else's."""
-    pages = []
+def _page_of(process: Path, user: int) -> dict[str, Any] | None:
+    """Return the counters of a process; None where it has none. Raises: OSError where it may not be looked at."""
+    pages: list[bytes] = []
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):  # one that was closed meanwhile
+            if len(pages) < _MOST_PAGES and os.readlink(descriptor).startswith(f"/memfd:{_core.TALLY_NAME}"):
+                pages.append(_read_page(descriptor, user))
+    found = []
+    for page in pages:
+        try:
+            found.append(dict(_core.tally_from(page)))
+        except Error as error:
+            print(f"weft top: process {process.name}: {error}", file=sys.stderr)
+    return max(found, key=lambda page: page["made_ns"], default=None)  # a fork has its parent's, too
+
+
+def _read_page(descriptor: Path, user: int) -> bytes:
+    """Return the bytes of a page of counters. What stands there is found out before it is opened: it may change.
+
+    Raises: OSError, also for what is not memory of that user.
+    """
+    place = os.open(descriptor, os.O_PATH | os.O_CLOEXEC)
     try:
-        for descriptor in (process / "fd").iterdir():
-            if os.readlink(descriptor).startswith(f"/memfd:{_core.TALLY_NAME}"):
-                with open(descriptor, "rb") as file:
-                    pages.append(dict(_core.tally_from(file.read(_core.TALLY_BYTES))))
-    except OSError:
-        return None
-    except Error as error:
-        print(f"weft top: process {process.name}: {error}", file=sys.stderr)
-    return max(pages, key=lambda page: page["made_ns"], default=None)  # a fork has its parent's, too
+        facts = os.fstat(place)
+        if facts.st_dev != _memory_device() or not stat.S_ISREG(facts.st_mode) or facts.st_uid != user:
+            raise OSError(errno.EPERM, "not memory of that user", str(descriptor))
+        page = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.pread(page, _core.TALLY_BYTES, 0)
+        finally:
+            os.close(page)
+    finally:
+        os.close(place)
+
+
+@cache
+def _memory_device() -> int:
+    """Return the device that memory without a name lies on: no other file system is asked for anything."""
+    memory = os.memfd_create("weft-top", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(memory).st_dev
+    finally:
+        os.close(memory)
 
 
 def _command(process: Path) -> str:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/config.h"
+#include "base/private_path.h"
 #include "bind/bind.h"
 #include "jit/compile.h"
 #include "jit/host_compile.h"
@@ -144,6 +145,13 @@ void bind_jit(nb::module_& module) {
       },
       nb::arg("key"), nb::arg("cache_dir"),
       "Compiles a generated kernel (a key with a prelude) for this CPU; False if it was in the cache.");
+  module.def(
+      "why_not_private",
+      [](const std::string& folder) {
+        const Status is_private = open_private_folder(folder).status();
+        return is_private.code() == Code::kCapacity ? is_private.message() : std::string();
+      },
+      nb::arg("folder"), "Why a folder may hold no code, where another user can change it; else nothing.");
   module.def("architecture", &architecture, nb::arg("major"), nb::arg("minor"));
   module.def(
       "trace_blocks_only", &trace_blocks_only, nb::arg("is_on"),

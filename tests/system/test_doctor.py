@@ -6,13 +6,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from programs import WEFT, run_program
+from programs import PYTHON, WEFT, environment, run_program
 
 from weft import _core, cli
 from weft.runtime import doctor
+from weft.transfer import nics
 
 
 def report(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, doctor.Finding]:
@@ -80,3 +82,52 @@ def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:
     ran = run_program([WEFT[0], "-c", script], tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "provider loopback" in ran.stdout
+
+
+# ---- open ports
+
+OPENS = """
+import sys
+from weft.transfer import TransferEngine
+engines = [TransferEngine("fabric:tcp", [sys.argv[1]]) for _ in range(2)]
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def ports_of(pid: int, folder: Path) -> list[dict[str, str]]:
+    listed = run_program([*WEFT, "doctor", "--json"], folder)
+    found: list[dict[str, str]] = json.loads(listed.stdout)
+    return [one for one in found if one["what"].startswith("port ") and f"process {pid} " in one["serves"]]
+
+
+@pytest.mark.parametrize("secret", ["", "a secret of sixteen or more"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_open_ports_are_named_with_who_reaches_them(secret: str, is_local: bool, tmp_path: Path) -> None:
+    usable = [nic.name for nic in nics("fabric:tcp") if not nic.unusable_because]
+    chosen = [name for name in usable if name.endswith(("@127.0.0.1", "@::1")) == is_local]
+    if not chosen:
+        pytest.skip("fabric:tcp has no such interface here")
+    with subprocess.Popen(
+        [*PYTHON, "-c", OPENS, chosen[0]],
+        env=environment() | {"WEFT_JOB_SECRET": secret},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin and program.stdout and program.stderr
+        try:
+            assert program.stdout.readline() == "ready\n", program.stderr.read()
+            found = ports_of(program.pid, tmp_path)
+        finally:
+            program.stdin.close()
+        said = program.stderr.read()
+    assert len(found) >= 2
+    is_open = not secret and not is_local
+    for one in found:
+        assert one["state"] == ("missing" if is_open else "ok"), one
+        assert ("open to this host alone" if is_local else "open to the network of ") in one["what"]
+        assert ("WEFT_JOB_SECRET=auto" in one["remedy"]) == is_open
+    # Once, of two engines.
+    assert said.count("without a secret: whoever reaches") == (1 if is_open else 0), said

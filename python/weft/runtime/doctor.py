@@ -23,6 +23,8 @@ from weft import _core
 from weft.errors import Error
 from weft.runtime import nvrtc
 from weft.runtime.info import providers
+from weft.runtime.listeners import listeners
+from weft.runtime.logs import printable
 from weft.runtime.tables import WIDTH
 
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print()
     else:
         for finding in findings:
-            print("\n".join(lines(finding)))
+            print("\n".join(map(printable, lines(finding))))
     return 1 if any(finding.state == "wrong" for finding in findings) else 0
 
 
@@ -88,6 +90,7 @@ def examine() -> list[Finding]:
         _cache,
         _libfabric,
         _providers,
+        _ports,
         _plots,
         _drop_in,
     ]
@@ -140,13 +143,32 @@ def _cache() -> Iterator[Finding]:
     folder = Path(os.path.expanduser(_core.config().cache_dir))
     serves = "compiled kernels are kept for the next process"
     there = next(path for path in (folder, *folder.parents) if path.exists())
+    refused = _core.why_not_private(str(folder))
     if not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} cannot be written: every process compiles its kernels anew"
         yield Finding(
             "wrong", f"cache {folder}", serves, why, "set WEFT_CACHE_DIR to a folder that can be written"
         )
+    elif refused:
+        yield Finding(
+            "wrong", f"cache {folder}", serves, f"{refused}: every process compiles its kernels anew"
+        )
     else:
         yield Finding("ok", f"cache {folder}", serves)
+
+
+def _ports() -> Iterator[Finding]:
+    """Say of each open port of this user's jobs who reaches it: loudly, where that is a network and nobody is asked."""
+    for one in listeners():
+        what, serves = f"port {one.where()}", f"process {one.pid} ({one.command})"
+        if one.has_secret or one.is_local:
+            asked = "callers must know the job's secret" if one.has_secret else "no WEFT_JOB_SECRET is set"
+            yield Finding("ok", what, serves, asked)
+            continue
+        why = "its process has no WEFT_JOB_SECRET: unless the program gives one itself, whoever reaches it is let in"
+        yield Finding(
+            "missing", what, serves, why, "export WEFT_JOB_SECRET=auto, or a secret (docs/security.md)"
+        )
 
 
 def _libfabric() -> Iterator[Finding]:

@@ -155,6 +155,7 @@ struct Loaded {
   Config config;
   std::vector<OptionRow> rows;
   std::string refused;  // a line for each variable
+  bool secret_is_auto = false;
 };
 
 // MSCCL's own variables name algorithms, too, where WEFT_ALGORITHM_DIR does not.
@@ -173,8 +174,9 @@ constexpr size_t kSecretLeast = 16;
 
 // Errors and tables do not show it.
 void hide_secret(std::string& secret, OptionRow& row, std::string& refused) {
-  row.type = text("text of {} characters or more", kSecretLeast);
+  row.type = text("text of {} characters or more, or auto", kSecretLeast);
   if (secret.empty()) return;
+  if (secret == "auto") return secret.clear();
   row.value = "(hidden)";
   if (secret.size() >= kSecretLeast) return;
   refused += text("{}: got {} characters, allowed: {}\n", row.variable, secret.size(), row.type);
@@ -191,7 +193,9 @@ Loaded load() {
   refuse_unknown(loaded.rows, loaded.refused);
   for (OptionRow& row : loaded.rows) {
     if (row.variable == "WEFT_ALGORITHM_DIR") take_msccl_variables(loaded.config.algorithm_dir, row);
-    if (row.variable == "WEFT_JOB_SECRET") hide_secret(loaded.config.job_secret, row, loaded.refused);
+    if (row.variable != "WEFT_JOB_SECRET") continue;
+    loaded.secret_is_auto = row.value == "auto";
+    hide_secret(loaded.config.job_secret, row, loaded.refused);
   }
   return loaded;
 }
@@ -277,6 +281,10 @@ void config_reload() {
 
 void use_job_secret(const std::string& secret) {
   if (loaded().config.job_secret.empty()) loaded().config.job_secret = secret;
+}
+
+bool awaits_job_secret() {
+  return loaded().secret_is_auto && loaded().config.job_secret.empty();
 }
 
 std::vector<ForeignVariable> take_uccl_variables() {

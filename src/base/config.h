@@ -93,7 +93,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \
   WEFT_OPTION(nccl_report, int64_t, 0, "1 logs at exit which NCCL calls Weft served and which the real library", between(0, 1)) \
   WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
-  WEFT_OPTION(job_secret, std::string, "", "secret of a job: processes prove that they know it; 16 characters or more, the same in all; never sent or shown") \
+  WEFT_OPTION(job_secret, std::string, "", "secret of a job: processes prove that they know it; 16 characters or more, the same in all; never sent or shown. auto: one that the launcher gives, or that ranks agree on in torch's store") \
   WEFT_OPTION(interface, std::string, "", "network interface where ranks of several nodes hear of each other; empty takes the first that is up") \
   WEFT_OPTION(heartbeat_s, double, 1.0, "seconds without a message after which a peer gets a sign of life") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "seconds without a sign of life after which a peer is lost") \
@@ -150,6 +150,8 @@ void config_reload();
 // What a launcher has made up for the ranks that it starts; WEFT_JOB_SECRET goes before it. Before other
 // threads run.
 void use_job_secret(const std::string& secret);
+// WEFT_JOB_SECRET=auto, and nothing has come for it yet.
+bool awaits_job_secret();
 
 // What was made of a variable of another library: "UCCL_IB_SL=3 is WEFT_SERVICE_LEVEL", or why it is not used.
 struct ForeignVariable {

@@ -34,6 +34,7 @@ void bind_base(nb::module_& module) {
   });
   module.def("config_check", [] { check(config_status()); });
   module.def("use_job_secret", &use_job_secret);
+  module.def("awaits_job_secret", &awaits_job_secret);
   module.def("deep_ep_variables", [] {
     nb::list made;
     for (const ForeignVariable& variable : deep_ep_variables())

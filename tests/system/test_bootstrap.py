@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import PYTHON, run_program
 from torch import distributed
 
 import weft
@@ -34,8 +36,8 @@ from weft.runtime.bootstrap import (
     find_bootstrap,
     find_launcher,
     first_host,
-    launcher_secret,
 )
+from weft.runtime.bootstrap_secret import launcher_secret
 from weft.testing.ranks import Rank, run_ranks
 
 
@@ -466,6 +468,54 @@ def test_ranks_of_every_launcher_meet(names: tuple[str, str]) -> None:
 
 def _own_secret(rank: Rank) -> str:
     return str(_core.config().job_secret)
+
+
+AGREES = """
+import hashlib, sys
+import weft
+from weft import _core
+from weft.transfer import TransferEngine
+if len(sys.argv) > 1:
+    from torch import distributed
+    distributed.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+comm = weft.Communicator()
+secret = _core.config().job_secret
+TransferEngine("loopback").close()
+assert not _core.awaits_job_secret() and _core.config().job_secret == secret
+sys.stdout.write(f"{len(secret)} {hashlib.sha256(secret.encode()).hexdigest()}\\n")
+"""
+
+
+def test_ranks_of_torchrun_agree_on_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "agrees.py").write_text(AGREES)
+    launch = [*PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "this-is-no-secret"]
+    ran = run_program([*launch, "agrees.py"], tmp_path, more={"WEFT_JOB_SECRET": "auto"})
+    assert ran.returncode == 0, ran.stderr
+    said = ran.stdout.split("\n")[:-1]
+    assert len(said) == 2 and len(set(said)) == 1 and said[0].startswith("64 "), ran.stdout
+
+
+def test_ranks_of_a_process_group_agree_on_a_secret(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        where = f"tcp://127.0.0.1:{free_port()}"
+        commands = [[*PYTHON, "-c", AGREES, where, str(rank)] for rank in range(2)]
+        more = {"WEFT_JOB_SECRET": "auto"}
+        ran = list(pool.map(lambda command: run_program(command, tmp_path, more=more), commands))
+    assert all(one.returncode == 0 for one in ran), [one.stderr for one in ran]
+    assert ran[0].stdout == ran[1].stdout and ran[0].stdout.startswith("64 ")
+
+
+@pytest.mark.parametrize(
+    "making",
+    [
+        "from weft.transfer import TransferEngine; TransferEngine('loopback')",
+        "from weft.runtime.bootstrap import TcpAddress; TcpAddress('127.0.0.1:1', 0, 2)",
+    ],
+)
+def test_auto_without_anything_to_agree_over_is_refused(making: str, tmp_path: Path) -> None:
+    ran = run_program([*PYTHON, "-c", making], tmp_path, more={"WEFT_JOB_SECRET": "auto"})
+    assert "weft.errors.Error: WEFT_JOB_SECRET: got auto, but nothing is there" in ran.stderr
 
 
 def test_our_launcher_makes_up_a_secret_for_each_job() -> None:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
-from weft import _core
 from weft.errors import Error, PeerLost, invalid
+from weft.runtime.bootstrap_secret import launcher_secret, settle_job_secret
 from weft.runtime.bootstrap_tcp import TcpAddress, lost_message
 from weft.runtime.roll_call import Gathering, RollCall
 
@@ -58,8 +58,15 @@ def find_bootstrap(group: Any = None) -> Bootstrap:
         group: a Bootstrap; a torch process group; an mpi4py communicator; or None, which takes torch's
             default group if there is one, else what the launcher (torchrun, mpirun, srun) has set, else a
             single rank.
-    Raises: Error for anything else.
+    Raises: Error for anything else, and where ranks are to agree on a secret (``WEFT_JOB_SECRET=auto``) and cannot.
     """
+    found = _bootstrap_of(group)
+    if found.size > 1:
+        settle_job_secret()
+    return found
+
+
+def _bootstrap_of(group: Any) -> Bootstrap:
     if group is None:
         return _default_bootstrap()
     if hasattr(group, "all_gather") and isinstance(getattr(group, "size", None), int):
@@ -174,21 +181,6 @@ def find_launcher(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
             raise invalid(" and ".join(names), " and ".join(given), "whole numbers with 0 <= rank < size")
         return launcher, int(given[0]), int(given[1])
     return None
-
-
-def launcher_secret(variables: Mapping[str, str]) -> bytes | None:
-    """Return what only the processes of this launch know, where the launcher has given them such a thing.
-
-    Open MPI makes up a key for each mpirun, torchrun --standalone an id. Slurm and MPICH give none: there
-    WEFT_JOB_SECRET, which goes before, is to be set for all ranks. None: nothing.
-    """
-    if _core.config().job_secret:
-        return None  # TcpAddress takes it
-    key = variables.get("OMPI_MCA_orte_precondition_transports", "")
-    if re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}", key):
-        return key.encode()
-    run = variables.get("TORCHELASTIC_RUN_ID", "")
-    return run.encode() if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run) else None
 
 
 class Environment:

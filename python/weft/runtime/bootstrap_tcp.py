@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 from weft import _core
 from weft.errors import Error, PeerLost, from_core, invalid
+from weft.runtime.bootstrap_secret import settle_job_secret
+from weft.runtime.logs import printable
 
 log = logging.getLogger("weft.bootstrap")
 
@@ -43,6 +45,7 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH)  # no patience helps
 _HELLO_S = 5.0  # a connection that says nothing for so long is not one of our ranks
 _YOUNG_S = 0.2  # one that has waited for less is not dropped for others
 _MOST_PENDING = 256  # connections that have not proven anything yet
+_MOST_ADDRESSES = 64  # of callers without the secret that are told of
 _BACKLOG = 1024
 
 
@@ -79,6 +82,8 @@ class TcpAddress:
             raise invalid("rank and size", f"{rank} and {size}", "0 <= rank < size")
         self.rank, self.size = rank, size
         self._address = (host.strip("[]"), int(port))
+        if secret is None:
+            settle_job_secret()
         self._secret = _core.config().job_secret.encode() if secret is None else secret
         self._peers: dict[int, socket.socket] = {}  # rank 0: everyone else; others: rank 0
         self._is_closed = False
@@ -283,7 +288,8 @@ class TcpAddress:
         except OSError as error:
             raise PeerLost(_gone_message(self.rank, 0, error)) from error
         if verdict == b"error":
-            raise from_core(*(part.decode(errors="replace") for part in parts))
+            # Whoever listens there chose the words: it may have proven nothing yet.
+            raise from_core(*(printable(part.decode(errors="replace")) for part in parts))
         return parts
 
     def _prove(self, role: bytes, claim: bytes) -> bytes:
@@ -305,7 +311,7 @@ class _Door:
         self._is_proven = is_proven
         self._selector = selectors.DefaultSelector()
         self._pending: dict[socket.socket, _Caller] = {}  # oldest first
-        self._refused: dict[str, int] = {}  # by address
+        self._refused: dict[str, int] = {}  # by address, of the first _MOST_ADDRESSES
         listener.setblocking(False)
 
     def __enter__(self) -> _Door:
@@ -393,8 +399,10 @@ class _Door:
         return bool(more) and len(caller.join) == _JOIN.size
 
     def _turn_away(self, peer: socket.socket, address: str) -> None:
-        self._refused[address] = self._refused.get(address, 0) + 1
-        if self._refused[address] == 1:
+        is_new = address not in self._refused and len(self._refused) < _MOST_ADDRESSES
+        if is_new or address in self._refused:
+            self._refused[address] = self._refused.get(address, 0) + 1
+        if is_new:
             log.warning(
                 "bootstrap: a connection from %s is refused: it does not know this job's secret", address
             )

@@ -280,7 +280,8 @@ def _serve(
 ) -> None:
     """Body of one rank: run the first job, then what arrives, until the parent closes the connection."""
     end_with_parent(parent)
-    os.environ.setdefault("WEFT_JOB_SECRET", secret)  # for what the rank starts
+    if os.environ.get("WEFT_JOB_SECRET", "auto") == "auto":
+        os.environ["WEFT_JOB_SECRET"] = secret  # for what the rank starts
     _core.use_job_secret(secret)
     for parents_end in inherited:  # else no rank would see the parent close its own
         parents_end.close()

@@ -12,6 +12,8 @@ from typing import Any
 
 from weft import _core
 from weft.errors import invalid, quoted
+from weft.runtime.bootstrap_secret import settle_job_secret
+from weft.runtime.listeners import warn_of_open_engine
 from weft.runtime.tensors import index_of
 from weft.runtime.watching import engine_made
 from weft.transfer.arguments import (
@@ -93,7 +95,7 @@ class TransferEngine:
         worker: whether a thread makes progress while nobody waits; without it call ``progress``.
         worker_cpu: CPU to pin that thread to; None: none.
         secret: what peers must prove to know, the same bytes on all of them; None: ``WEFT_JOB_SECRET``. Empty, or
-            None without that setting, takes whoever calls.
+            None without that setting, takes whoever calls: a warning says so, once, where others than this host can.
     Raises: weft.Error naming what is wrong and what is allowed.
     """
 
@@ -113,6 +115,8 @@ class TransferEngine:
         secret: bytes | None = None,
     ) -> None:
         core_provider = _core_provider(provider)
+        if secret is None:
+            settle_job_secret()
         if nics is None:
             usable = [nic["name"] for nic in core_provider.probe() if not nic["unusable_because"]]
             if not usable:
@@ -143,6 +147,8 @@ class TransferEngine:
         )
         _open_engines.add(self)
         engine_made()
+        if not (_core.config().job_secret if secret is None else secret):
+            warn_of_open_engine(core_provider.name)
 
     def timeout(self, timeout_s: float | None) -> float:
         """Return ``timeout_s``, or the engine's where that is None."""

@@ -15,7 +15,7 @@ help:
 
 setup:
 	@tools/packages build
-	@tools/setup
+	@tools/setup wheel
 
 demo: setup
 	@.venv/bin/weft demo
@@ -25,7 +25,7 @@ demo-two-machines: setup
 
 test:
 	@tools/packages test
-	@tools/setup
+	@tools/setup wheel
 	@tools/run-tests $(TESTS)
 
 lint:

@@ -18,7 +18,7 @@
 //
 // Sources are places in the window, never bare pointers: a network must have been told of the memory first.
 // A mapped channel has one more, mapped(): the peer's window. Kernels that need it ask for MappedReach and
-// are built for meshes that have nothing else (src/jit/host_kernels_*.cc). Waiting is the same for every
+// are built for meshes that have nothing else (src/jit/kernel_list.h). Waiting is the same for every
 // transport, since it polls local memory: wait.cuh.
 #pragma once
 

@@ -115,15 +115,14 @@ void bind_keys(nb::module_& module) {
       .def_ro("threads_per_block", &KernelKey::threads_per_block)
       .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm)
       .def_ro("prelude", &KernelKey::prelude);
-  nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels_*.cc.")
+  nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/kernel_list.h.")
       .def_ro("file", &KernelRow::file)
       .def_ro("name", &KernelRow::name)
       .def_ro("args_type", &KernelRow::args_type)
       .def_ro("mesh_type", &KernelRow::mesh_type)
       .def_ro("shape_type", &KernelRow::shape_type)
       .def_ro("threads_per_block", &KernelRow::threads_per_block)
-      .def_ro("typical", &KernelRow::typical)
-      .def_prop_ro("has_host_version", [](const KernelRow& row) { return row.run != nullptr; });
+      .def_ro("typical", &KernelRow::typical);
   nb::class_<Compiled>(module, "Compiled", "Machine code of one kernel and where it came from.")
       .def_prop_ro("cubin", [](const Compiled& compiled) { return as_bytes(compiled.cubin); })
       .def_ro("log", &Compiled::log)

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Compiles a generated kernel for the host with the machine's C++ compiler, and loads it.
+// Compiles a kernel for the host with the machine's C++ compiler, and loads it: generated ones and, in builds for
+// development (the CMake option WEFT_HOST_KERNELS is OFF), all others.
 //   WEFT_TRY_ASSIGN(HostEntry run, compile_on_host(key));
-//   run(args, mesh, &host_thread);
-// The shared object is kept in the cache folder under a digest of everything that it depends on. Threads:
-// any.
+//   run(args, mesh, shape, &host_thread);
+// The shared object is kept under a digest of everything that it depends on: of a generated kernel in the cache folder,
+// of another in the build's. Processes that want the same kernel wait for the one that compiles it. Threads: any.
 #pragma once
 
 #include "base/status.h"
@@ -14,8 +15,9 @@
 
 namespace weft {
 
-// One host warp. `place` is where the calling thread stands: the object has a host_thread of its own.
-using HostEntry = void (*)(const void* args, const void* mesh, const HostThread* place);
+// One host warp. shape: run-time fields, which a generated kernel doesn't read. place: where the calling thread stands, as
+// the object has a host_thread of its own.
+using HostEntry = void (*)(const void* args, const void* mesh, const void* shape, const HostThread* place);
 
 // Errors: kUnsupported where there is no compiler or its output cannot be loaded; kSystem with the compiler's
 // words where the source does not compile.

@@ -3,18 +3,44 @@
 
 #include <vector>
 
-#include "jit/host_kernel_rows.h"
-#include "transports/list.h"
+#include "jit/host_meshes.h"
+#include "jit/kernel_list.h"
+#include "kernels/collective/exchange_args.h"
+#include "kernels/collective/program_args.h"
+#include "kernels/core/channel_loop.cuh"
+#include "kernels/core/copy_pages.cuh"
+#include "kernels/core/exchange_floor.cuh"
+#include "kernels/core/fifo_load.cuh"
+#include "kernels/moe/engram_args.h"
+#include "kernels/moe/high_throughput_args.h"
+#include "kernels/moe/low_latency_args.h"
+#include "kernels/moe/ring_args.h"
+#include "kernels/moe/two_level_args.h"
 
 namespace weft {
+
+// Each is in a file of its own, which CMake writes (host_kernel.cc.in).
+#ifdef WEFT_HOST_KERNELS
+#define WEFT_ROW(needs, file, function, Args, Shape, threads, typical) \
+  HostFunction host_##function(std::string_view mesh_type);
+WEFT_KERNELS(WEFT_ROW)
+#undef WEFT_ROW
+#define WEFT_HOST_FUNCTION(function, mesh_type) host_##function(mesh_type)
+#else
+#define WEFT_HOST_FUNCTION(function, mesh_type) nullptr
+#endif
+
 namespace {
 
 std::vector<KernelRow> make_table() {
   std::vector<KernelRow> rows;
-  add_high_throughput_kernels(rows);
-  add_low_latency_kernels(rows);
-  add_collective_kernels(rows);
-  add_other_kernels(rows);
+#define WEFT_ROW(needs, file, function, Args, Shape, threads, typical)                         \
+  for_each_mesh<Needs::needs>([&]<class MeshT>(MeshKind<MeshT> mesh) {                         \
+    rows.push_back({file, #function, #Args, mesh.name, #Shape, threads, typical, sizeof(Args), \
+                    sizeof(MeshT), WEFT_HOST_FUNCTION(function, mesh.name)});                  \
+  });
+  WEFT_KERNELS(WEFT_ROW)
+#undef WEFT_ROW
   return rows;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The list of every kernel that Weft has, once for each mesh that it can run with: where it is, how it is
+// The table of every kernel that Weft has (kernel_list.h), once for each mesh that it can run with: where it is, how it is
 // called on the host, and one or more typical sets of compile-time constants that the tests compile it with
-// for every GPU architecture. Rows are in host_kernels_*.cc.
+// for every GPU architecture.
 //   for (const KernelRow& row : kernel_table()) ...
 #pragma once
 
@@ -14,6 +14,9 @@
 
 namespace weft {
 
+// One host warp of a kernel.
+using HostFunction = void (*)(const void* args, const void* mesh, const void* shape);
+
 struct KernelRow {
   std::string_view file;
   std::string_view name;
@@ -24,7 +27,8 @@ struct KernelRow {
   std::string_view typical;  // "row_bytes=14336 ranks=8; row_bytes=16 ranks=3": sets of constants, for tests
   size_t args_bytes;
   size_t mesh_bytes;
-  void (*run)(const void* args, const void* mesh, const void* shape);  // one host warp
+  HostFunction
+      run;  // null in a build that compiles kernels for the CPU when they are asked for (host_compile.h)
 };
 
 std::span<const KernelRow> kernel_table();

@@ -36,7 +36,7 @@ class Kernel {
 
   const KernelKey key;
   const KernelRow* const row;      // null for a kernel that only GPUs have, or that is generated
-  HostEntry host_entry = nullptr;  // of a generated kernel, on the host
+  HostEntry host_entry = nullptr;  // of a kernel that was compiled at run time, on the host
   CUfunction function = nullptr;   // null on the host
   KernelResources resources;
 };
@@ -81,18 +81,22 @@ namespace {
 
 // ---- host ------------------------------------------------------------------------------------------------
 
-Status prepare_on_host(Kernel& kernel) {
-  if (!kernel.key.prelude.empty()) {
-    WEFT_TRY_ASSIGN(kernel.host_entry, compile_on_host(kernel.key));
-    return Status();
-  }
-  if (!kernel.row || !kernel.row->run)
+Status check_row(const Kernel& kernel) {
+  if (!kernel.row)
     return Status::make(
         Code::kUnsupported, "kernel {} has no version for {}{}", kernel.key.name, kernel.key.mesh_type,
         find_kernel(kernel.key.name, "MappedMesh") ? ": it needs peers that are all mapped" : "");
   if (kernel.row->args_type != kernel.key.args_type)
     return Status::invalid("args_type of kernel {}: got {}, allowed: {}", kernel.key.name,
                            kernel.key.args_type, kernel.row->args_type);
+  return Status();
+}
+
+Status prepare_on_host(Kernel& kernel) {
+  const bool is_generated = !kernel.key.prelude.empty();
+  if (!is_generated) WEFT_TRY(check_row(kernel));
+  if (!is_generated && kernel.row->run) return Status();
+  WEFT_TRY_ASSIGN(kernel.host_entry, compile_on_host(kernel.key));
   return Status();
 }
 
@@ -311,7 +315,8 @@ Status Jit::launch(const Kernel& kernel, const Launch& launch, const void* args,
   if (impl_->device.kind == Device::Kind::kCuda)
     return launch_on_cuda(impl_->device.ordinal, kernel, launch, args, mesh);
   const HostGrid grid{launch.blocks, launch.threads_per_block, launch.shared_bytes};
-  if (kernel.host_entry) return run_on_host(grid, [&] { kernel.host_entry(args, mesh, &host_thread); });
+  if (kernel.host_entry)
+    return run_on_host(grid, [&] { kernel.host_entry(args, mesh, shape_on_host, &host_thread); });
   return run_on_host(grid, [&] { kernel.row->run(args, mesh, shape_on_host); });
 }
 

@@ -6,7 +6,7 @@
 //   WEFT_TRY(Jit::of(device).launch(*kernel, how, args, mesh, shape));
 // CUDA: about ten generated lines around the kernel's source are compiled by NVRTC for the device's
 // architecture, kept on disk (cache.h) and loaded with the driver. Host: the kernel was compiled with Weft
-// (host_kernels.h), or is generated source (host_compile.h); a launch runs its warps as threads
+// (host_kernels.h), or is compiled at run time (host_compile.h); a launch runs its warps as threads
 // (host_launch.h) and returns when all have finished. Threads: any. Kernels live as long as the process.
 #pragma once
 

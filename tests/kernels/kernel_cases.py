@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of src/jit/host_kernels_*.cc with each of their typical sets of constants, as test parameters."""
+"""The kernels of src/jit/kernel_list.h with each of their typical sets of constants, as test parameters."""
 
 from __future__ import annotations
 

@@ -93,7 +93,6 @@ def check_usage(compiled: _core.Compiled) -> None:
 def test_the_list_has_kernels() -> None:
     names = {row.name for row in _core.kernel_table()}
     assert {"dispatch_rows", "combine_rows"} <= names
-    assert all(row.has_host_version for row in _core.kernel_table())
 
 
 def test_every_kernel_and_choice_is_compiled_for_every_architecture() -> None:

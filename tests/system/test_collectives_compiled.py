@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from program_modes import Case, chain, check_modes
 
+from weft import _core
 from weft.collectives.executor import Call, Executor
 from weft.collectives.ir import Op
 from weft.collectives.library import build
@@ -43,6 +46,42 @@ def _both_modes(rank: Rank, case: Case) -> None:
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=str)
 def test_compiled_and_interpreted_programs_are_exact_and_agree(ranks: int, case: Case) -> None:
     run_ranks(ranks, _both_modes, case, deadline_s=200)
+
+
+def _compile(rank: Rank, cache: Path) -> int:
+    prelude = """
+namespace weft {
+struct ValueArgs { int64_t* out; };
+struct ValueMesh {};
+template <class Mesh, class Shape>
+WEFT_KERNEL void write_value(const ValueArgs& a, const Mesh&, const Shape&) { *a.out = Shape::value; }
+}
+"""
+    key = _core.KernelKey(
+        file="kernels/target/target.h",
+        name="write_value",
+        args_type="ValueArgs",
+        mesh_type="ValueMesh",
+        shape=[("value", 7)],
+        threads_per_block=32,
+        prelude=prelude,
+    )
+    _core.compile_host_kernel(key, str(cache))
+    return len(list(cache.glob("write_value-*.so")))
+
+
+@needs_compiler
+def test_ranks_that_want_one_kernel_start_one_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, compiler = tmp_path / "calls", tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\necho called >>{calls}\nsleep 1\nexec {shutil.which("c++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cache = tmp_path / "cache"
+    assert run_ranks(3, _compile, cache, with_group=False) == [1, 1, 1]
+    assert calls.read_text().split() == ["called"]
+    assert len(list(cache.iterdir())) == 1, "nothing written aside is left behind"
 
 
 def test_a_chain_has_nearly_every_operation_that_sends_or_receives() -> None:

@@ -19,7 +19,7 @@ from programs import PYTHON, ROOT, run_program
 WHEELS = sorted((ROOT / "build" / "wheel").glob("weft-*.whl"))
 THEIRS = {"deep_ep/__init__.py": "name = 'DeepEP'\n", "deep_ep_cpp.py": "name = 'DeepEP, compiled'\n"}
 
-needs_wheel = pytest.mark.skipif(not WHEELS, reason="no wheel in build/wheel: run tools/setup")
+needs_wheel = pytest.mark.skipif(not WHEELS, reason="no wheel in build/wheel: run tools/setup wheel")
 
 
 def run_pip(command: Sequence[str | Path], arguments: Sequence[str | Path]) -> None:

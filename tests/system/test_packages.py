@@ -85,6 +85,7 @@ def test_tests_run_without_googletest_and_say_so(tmp_path: Path) -> None:
     build, programs = tmp_path / "build" / "cp", tmp_path / ".venv" / "bin"
     build.mkdir(parents=True)
     programs.mkdir(parents=True)
+    (tmp_path / ".venv" / "weft-installed").touch()  # by tools/setup wheel
     (tmp_path / "tools").mkdir()
     script = tmp_path / "tools" / "run-tests"
     script.write_text((ROOT / "tools" / "run-tests").read_text())

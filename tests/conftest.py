@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import summary
+import workers
 from weft import deep_ep_path
 
 sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does
@@ -24,13 +25,29 @@ if not (Path(torch.__file__).parent / "__pycache__").is_dir():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpp-tests", metavar="PATH", help="the binary of the C++ tests; by default the newest")
+    parser.addoption("--workers", type=int, default=1, help="how many tests run at once (workers.py)")
     parser.addoption("--update", action="store_true", help="rewrite golden files, not compare")
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="tests/kernels compiles every kernel for every mesh and GPU architecture, not one case of each",
+    )
     parser.addoption(
         "--thorough",
         action="store_true",
         help="1000 random collective programs instead of 120; the largest library algorithm on up to 16 ranks; "
         "a million operations through NCCL's RMA interface; ElasticBuffer over more nodes",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers run the tests, where more than one is asked for."""
+    config.addinivalue_line("markers", "alone: no other tests run beside those of this file (workers.py)")
+    config.addinivalue_line(
+        "markers", "group(name): one worker takes these tests, others the rest of their file"
+    )
+    if config.option.workers > 1:
+        config.pluginmanager.register(workers.Workers(config.option.workers))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

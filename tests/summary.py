@@ -16,7 +16,7 @@ from collections import Counter
 # Reasons that one command removes, on the same machine.
 REMOVABLE = re.compile(
     r"not installed|not built|could not import|older than|no C\+\+ compiler|no wheel|no cuda\.h|no NVRTC"
-    r"|--thorough|needs (ip|mpirun)\b|apt(-get)? install|pip install|tools/"
+    r"|--thorough|--every-kernel|needs (ip|mpirun)\b|apt(-get)? install|pip install|tools/"
 )
 
 

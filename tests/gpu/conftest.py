@@ -15,11 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip every test of this folder that the machine has too few GPUs for."""
+    """Run the tests of this folder one at a time, and skip those that the machine has too few GPUs for."""
     here = num_ranks_here()
     for item in items:
         needed = 1 if item.get_closest_marker("one_gpu") else 2
-        if here < needed and "tests/gpu" in str(item.path):
+        if "tests/gpu" not in str(item.path):
+            continue
+        item.add_marker(pytest.mark.alone)  # GPUs are not shared
+        if here < needed:
             reason = f"needs {needed} or more GPUs, this machine has {here}"
             # Before the marks of the test itself: this is the reason that counts.
             item.add_marker(pytest.mark.skipif(True, reason=reason), append=False)

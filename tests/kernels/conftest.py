@@ -21,15 +21,22 @@ class Job(Protocol):
     def run(self) -> Any: ...
 
 
+def is_wanted(job: Job, config: pytest.Config) -> bool:
+    """Return whether a job runs: its ``is_thorough`` asks for --thorough, its ``is_in_sample``, if false, for less."""
+    if config.getoption("--thorough"):
+        return True
+    in_sample = getattr(job, "is_in_sample", True)
+    return not getattr(job, "is_thorough", False) and (in_sample or config.getoption("--every-kernel"))
+
+
 # Of a module: ranks of other files' tests are forked, and no thread must be left then.
 @pytest.fixture(scope="module")
 def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[Any]]]:
     """Start the jobs of all selected tests of the file, in their order."""
     mine = (item for item in request.session.items if item.getparent(pytest.Module) is request.node)
     parameters = (item.callspec.params for item in mine if hasattr(item, "callspec"))
-    is_thorough = request.config.getoption("--thorough")
     jobs = [given["compiling"] for given in parameters if "compiling" in given]
-    jobs = [job for job in jobs if is_thorough or not getattr(job, "is_thorough", False)]
+    jobs = [job for job in jobs if is_wanted(job, request.config)]
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         yield {job: workers.submit(job.run) for job in jobs}
         workers.shutdown(cancel_futures=True)
@@ -37,7 +44,8 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[An
 
 @pytest.fixture
 def compiling(request: pytest.FixtureRequest, compilations: dict[Job, Future[Any]]) -> Future[Any]:
-    """Return the future of the test's job. One whose ``is_thorough`` says so runs with --thorough alone."""
+    """Return the future of the test's job."""
     if request.param not in compilations:
-        pytest.skip("--thorough: compiled with everything else of its kind")
+        option = "--thorough" if getattr(request.param, "is_thorough", False) else "--every-kernel"
+        pytest.skip(f"{option}: compiled with everything else of its kind")
     return compilations[request.param]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from weft import _core
 
@@ -97,6 +98,18 @@ def cases_with_sources(mesh: str) -> list[Case]:
     table = _core.kernel_table()
     cases = [case for case in _cases(with_sources=True) if mesh in table[case.row].mesh_type]
     return list({case.row: case for case in cases}.values())
+
+
+@cache
+def sample_cases() -> frozenset[Case]:
+    """Return one case of each kernel, the last, which is the largest, with the first mesh that it is built for."""
+    table = _core.kernel_table()
+    sample: dict[str, Case] = {}
+    for case in all_cases():
+        name = table[case.row].name
+        if name not in sample or sample[name].row == case.row:
+            sample[name] = case
+    return frozenset(sample.values())
 
 
 def covering_cases() -> list[Case]:

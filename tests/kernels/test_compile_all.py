@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from kernel_cases import Case, all_cases, covering_cases, is_for_hosts, is_for_one_architecture, needs_sources
+from kernel_cases import (
+    Case,
+    all_cases,
+    covering_cases,
+    is_for_hosts,
+    is_for_one_architecture,
+    needs_sources,
+    sample_cases,
+)
 
 from weft import _core
 from weft.errors import Error
@@ -58,6 +66,10 @@ class Compilation:
 
     def __str__(self) -> str:
         return f"{self.case}-{self.architecture}"
+
+    @property
+    def is_in_sample(self) -> bool:
+        return self.architecture == FULL_SWEEP and self.case in sample_cases()
 
     def run(self) -> _core.Compiled:
         return _core.compile_kernel(self.case.key(), self.architecture)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kernel_cases import Case, covering_cases
+from kernel_cases import Case, covering_cases, sample_cases
 
 from weft import _core
 
@@ -55,6 +55,10 @@ class Compilation:
 
     def __str__(self) -> str:
         return str(self.case)
+
+    @property
+    def is_in_sample(self) -> bool:
+        return self.case in sample_cases()
 
     def run(self) -> tuple[str, bytes]:
         compiler, why = working_compiler()

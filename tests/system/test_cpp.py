@@ -103,8 +103,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("suite", "test"), [skip])
     else:
         assert binary is not None
-        tests = listed(binary)
-        metafunc.parametrize(("suite", "test"), tests, ids=[".".join(test) for test in tests])
+        tests = [
+            pytest.param(suite, test, marks=pytest.mark.group(suite), id=f"{suite}.{test}")
+            for suite, test in listed(binary)
+        ]
+        metafunc.parametrize(("suite", "test"), tests)
 
 
 def chosen_binary(config: pytest.Config) -> Path | None:

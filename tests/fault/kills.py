@@ -32,6 +32,7 @@ import torch
 
 import weft
 from weft import _core
+from weft.runtime.bootstrap import TorchGroup
 from weft.runtime.shared_record import shared_record
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
@@ -124,6 +125,21 @@ class Found:
     seconds: float
 
 
+def until(is_true: Callable[[], bool]) -> None:
+    late = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def pid_of(rank: Rank, other: int) -> int:
+    return int(TorchGroup(rank.group).all_gather(str(os.getpid()).encode(), 30)[other])
+
+
 def die(folder: Path) -> None:
     (folder / "dying").write_text(f"{os.getpid()} {time.monotonic()}")
     (folder / "dying").rename(folder / "died")
@@ -148,6 +164,7 @@ def lose_one(rank: Rank, call_name: str, phase: str, delay_s: float) -> Found | 
     call: Callable[[], Any] = getattr(world, call_name)
     call()
     call()
+    rank.meet()  # what follows is a death in or before the third call
     if rank.rank == LOST:
         if phase == "waited for":
             time.sleep(0.1)

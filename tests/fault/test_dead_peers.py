@@ -40,6 +40,7 @@ def end_badly(rank: Rank, how: str) -> tuple[str, float]:
     comm = weft.Communicator(rank.group, timeout_s=120)
     data = torch.ones(1000)
     comm.all_reduce(data)
+    rank.meet()
     if rank.rank == LOST:
         if how == "status":
             os._exit(7)
@@ -70,10 +71,11 @@ def stop_one(rank: Rank, timeout_s: float) -> tuple[str, float]:
     comm = weft.Communicator(rank.group, timeout_s=timeout_s)
     data = torch.ones(1000)
     comm.all_reduce(data)
-    torch.distributed.barrier(group=rank.group)
+    pid = kills.pid_of(rank, LOST)
+    rank.meet()
     if rank.rank == LOST:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.5)  # until it has stopped
+    kills.until(lambda: kills.state_of(pid) == "T")
     began = time.monotonic()
     with pytest.raises(weft.PeerLost) as raised:
         comm.all_reduce(data)
@@ -98,12 +100,13 @@ def stand_still(rank: Rank, timeout_s: float) -> str:
     given, out = torch.ones(3, 1000), torch.zeros(1, 1000)
     way = parse_variant("reducescatter_allpairs Simple").choice(rank.size, False)
     comm.collectives.reduce_scatter(given, algorithm=way, out=out)
-    torch.distributed.barrier(group=rank.group)
+    pid = kills.pid_of(rank, LOST)
+    rank.meet()
     if rank.rank == LOST:
         naps = f"sleep 0.5; kill -STOP {os.getpid()}; sleep {3 * timeout_s}; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", naps])
     else:
-        time.sleep(1)
+        kills.until(lambda: kills.state_of(pid) == "T")
     with pytest.raises(weft.PeerLost) as raised:
         for _ in range(2):  # the others may have what they need for the first
             comm.collectives.reduce_scatter(given, algorithm=way, out=out)

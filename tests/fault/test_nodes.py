@@ -13,16 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kills import pid_of, state_of, until
 
 import weft
 from weft import _core
-from weft.runtime.bootstrap import TorchGroup
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS, LOST = 4, 1
@@ -47,6 +47,7 @@ def lose_one(rank: Rank, call: str, how: str) -> tuple[str, float]:
     data = torch.ones(1000)
     comm.all_reduce(data)
     comm.barrier()
+    rank.meet()
     if rank.rank == LOST:
         time.sleep(0.3)  # the others wait for it
         if how == "status":
@@ -97,6 +98,7 @@ def test_a_rank_that_is_alone_on_its_node_has_closed_its_connection(
 def lose_rank_0(rank: Rank) -> str:
     comm = weft.Communicator(rank.group, timeout_s=120)
     comm.barrier()
+    rank.meet()
     if rank.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(weft.PeerLost) as raised:
@@ -131,9 +133,11 @@ def test_ranks_that_leave_one_after_the_other_are_not_missed(first: int) -> None
 def stop_one(rank: Rank) -> float:
     comm = weft.Communicator(rank.group, timeout_s=3)
     comm.barrier()
+    pid = pid_of(rank, LOST)
+    rank.meet()
     if rank.rank == LOST:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.5)  # until it has stopped
+    until(lambda: state_of(pid) == "T")
     began = time.monotonic()
     with pytest.raises(weft.PeerLost) as raised:
         comm.barrier()
@@ -146,20 +150,10 @@ def test_a_stopped_rank_of_another_node_keeps_the_deadline() -> None:
     assert all(results[rank] >= 2.9 for rank in (2, 3))
 
 
-def until(is_true: Callable[[], bool]) -> None:
-    late = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < late
-        time.sleep(0.01)
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def wait_in_vain(rank: Rank, pid: int) -> str:
     comm = weft.Communicator(rank.group, timeout_s=1)
     comm.barrier()
+    rank.meet()
     if rank.rank == 0:
         threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)).start()
     else:
@@ -171,7 +165,7 @@ def wait_in_vain(rank: Rank, pid: int) -> str:
 
 def stop_the_one_that_serves(rank: Rank) -> str:
     """Rank 0 is stopped while it waits, until the others have given it up; its process serves the meeting."""
-    pid = int(TorchGroup(rank.group).all_gather(str(os.getpid()).encode(), 30)[0])
+    pid = pid_of(rank, 0)
     message = wait_in_vain(rank, pid)
     gc.collect()  # leaves the meeting
     (rank.folder / f"left-{rank.rank}").touch()

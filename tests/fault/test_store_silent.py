@@ -29,11 +29,13 @@ def die_while_writing(rank: Rank, timeout_s: float, says_who: bool) -> tuple[str
     if rank.rank == 0:
         if says_who:
             RollCall(store, 0)
-        time.sleep(1.0)
+        rank.meet()
+        time.sleep(1.0)  # the others learn who this rank is, and wait
         with path.open("ab") as file:
             file.write(_HALF)
         os.kill(os.getpid(), signal.SIGKILL)
     ranks = Gathering(store, RollCall(store, rank.rank), rank.rank, rank.size)
+    rank.meet()
     began = time.monotonic()
     with pytest.raises(weft.PeerLost) as raised:
         ranks.all_gather(b"mine", timeout_s)

@@ -126,6 +126,7 @@ def report_who_closed(rank: Rank, provider: str) -> str:
     addresses = TorchGroup(rank.group).all_gather(engine.address, TIMEOUT_S)
     peers = {other: engine.connect(addresses[other]) for other in range(rank.size) if other != rank.rank}
     engine.barrier(list(peers.values()), 1)
+    rank.meet()
     if rank.rank == 2:
         os._exit(3)
     memory = engine.register(bytearray(8))
@@ -153,6 +154,7 @@ def look_at_process(rank: Rank, provider: str) -> tuple[str, float]:
     ranks = TorchGroup(rank.group)
     addresses = ranks.all_gather(engine.address, TIMEOUT_S)
     names = ranks.all_gather(_core.this_process_name(), TIMEOUT_S)
+    rank.meet()
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while not _core.NamedProcess(names[1]).has_ended:
@@ -184,7 +186,7 @@ def use_memory_of_one_that_gave_up(rank: Rank, provider: str, call: str) -> str:
     address, descriptor, pid = pickle.loads(addresses[1 - rank.rank])
     peer = engine.connect(address)
     remote = engine.attach(descriptor)
-    ranks.all_gather(b"", TIMEOUT_S)
+    rank.meet()
     if rank.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank.rank == 1:
@@ -224,7 +226,7 @@ def read_what_came_of_one_that_gave_up(rank: Rank, provider: str) -> bool:
     address, descriptor, pid = pickle.loads(addresses[1 - rank.rank])
     peer = engine.connect(address)
     remote, counter = engine.attach(descriptor), engine.imm(peer, 1)
-    ranks.all_gather(b"", TIMEOUT_S)
+    rank.meet()
     sent = bytes(range(1, 256)) * (BYTES // 255)
     if rank.rank == 1:
         while "stopped" not in Path(f"/proc/{pid}/status").read_text():

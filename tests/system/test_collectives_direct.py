@@ -83,6 +83,7 @@ def _peer_dies(rank: Rank) -> str:
     comm = Collectives(Communicator(rank.group, timeout_s=5).core, timeout_s=2.0)
     big = torch.ones(1 << 20)
     comm.all_reduce(big)
+    rank.meet()
     if rank.rank == 2:
         os._exit(3)
     with pytest.raises(Error) as caught:

@@ -70,6 +70,7 @@ def _large_until_one_dies(rank: Rank) -> str:
     comm = Communicator(rank.group, timeout_s=100)
     data = torch.ones(4 << 20)
     comm.all_to_all(data, out=torch.empty_like(data))
+    rank.meet()
     if rank.rank == LOST:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     with pytest.raises(weft.PeerLost) as raised:

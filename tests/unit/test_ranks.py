@@ -69,6 +69,29 @@ def test_a_silent_rank_is_named_with_its_stack() -> None:
         run_ranks(2, function, with_group=False, deadline_s=0.5)
 
 
+def test_who_has_met_may_end_at_once() -> None:
+    def function(rank: Rank) -> int:
+        for _ in range(3):
+            rank.meet()
+        if rank.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank.meetings
+
+    assert run_ranks(3, function, with_group=False, lost={0}) == [None, 3, 3]
+
+
+def test_who_does_not_come_to_a_meeting_is_named() -> None:
+    def function(rank: Rank) -> str:
+        if rank.rank == 1:
+            return ""
+        with pytest.raises(TimeoutError) as raised:
+            rank.meet(deadline_s=0.2)
+        return str(raised.value)
+
+    said, _ = run_ranks(2, function, with_group=False)
+    assert said == "rank 0: meet, waited 0.2 s for ranks [1]"
+
+
 def test_ranks_that_are_meant_to_be_lost_do_not_fail_the_run() -> None:
     def function(rank: Rank) -> int:
         if rank.rank > 0:

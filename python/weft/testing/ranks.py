@@ -75,6 +75,22 @@ class Rank:
     group: Any
     folder: Path
     kept: dict[str, Any] = field(default_factory=dict)
+    meetings: int = 0
+
+    def meet(self, deadline_s: float = 60.0) -> None:
+        """Return when every rank of the run has come here. Who has returned may end at once: no rank needs it then.
+
+        Any other call that ranks make together may still need a rank that has returned from it.
+        Raises: TimeoutError that names the ranks that did not come.
+        """
+        self.meetings += 1
+        marks = [self.folder / f".met-{self.meetings}-{rank}" for rank in range(self.size)]
+        marks[self.rank].touch()
+        until = time.monotonic() + deadline_s
+        while absent := [rank for rank, mark in enumerate(marks) if not mark.exists()]:
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {self.rank}: meet, waited {deadline_s:g} s for ranks {absent}")
+            time.sleep(0.002)
 
 
 def run_ranks(

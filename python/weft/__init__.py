@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from weft.errors import Error, PeerLost
+from weft.errors import Error, NotInstalled, PeerLost
 
 if TYPE_CHECKING:
     from weft.moe.buffer import Buffer
@@ -32,6 +32,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "NotInstalled",
     "P2PAllToAll",
     "P2PRows",
     "PeerLost",
@@ -70,12 +71,23 @@ def __getattr__(name: str) -> object:
     if name == "_core":  # `from weft import _core` comes here first
         return _load_core()
     if name in _PARTS:
-        return import_module(f"weft.{name}")
+        return _import(f"weft.{name}", name)
     if name not in _LAZY:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = getattr(import_module(_LAZY[name]), name)
+    value = getattr(_import(_LAZY[name], name), name)
     globals()[name] = value
     return value
+
+
+def _import(module: str, name: str) -> ModuleType:
+    """Import what has ``weft.<name>``. Raises: NotInstalled where a package of others is missing that it needs."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or "torch").partition(".")[0]
+        if package == "weft":
+            raise
+        raise NotInstalled(f"weft.{name}", package) from None
 
 
 def _load_core() -> ModuleType:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# PYTHON_ARGCOMPLETE_OK
 """The ``weft`` command.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``; only the chosen one is
@@ -14,10 +15,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import weft
 from weft.bench import BENCHMARKS
-from weft.errors import Error
+from weft.errors import Error, NotInstalled
 from weft.runtime.endings import Ended, ended_by_signals
 from weft.runtime.logs import printable
 
@@ -66,10 +68,13 @@ def is_installed(module: str) -> bool:
 
 def add_commands(
     parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]
-) -> None:
-    """Offer every installed command; import and fill in only the one that ``argv`` starts with."""
-    parser.set_defaults(refuse=parser.error)
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+) -> Any:
+    """Offer every installed command; import and fill in only the one that ``argv`` starts with.
+
+    Without a command, the parser's help is what runs. Returns: what takes further commands.
+    """
+    parser.set_defaults(refuse=parser.error, run=lambda args: parser.print_help())
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     for name, (module, help_line) in commands.items():
         if not is_installed(module):
             continue
@@ -78,37 +83,45 @@ def add_commands(
             command = importlib.import_module(module)
             command.add_arguments(sub)
             sub.set_defaults(run=command.run, refuse=sub.error)
+    return subparsers
 
 
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser for ``argv`` (without the program's name)."""
     parser = argparse.ArgumentParser(prog="weft", description=weft.__doc__)
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    subparsers = add_commands(parser, COMMANDS, argv)
+    purpose = "measure one part of Weft beside its peers"
+    bench = subparsers.add_parser("bench", help=purpose, description=purpose)
     if argv[:1] == ["bench"]:
-        bench = argparse.ArgumentParser(
-            prog="weft bench", description="measure one part of Weft beside its peers"
-        )
         add_commands(bench, BENCHMARKS, argv[1:])
-        return bench
-    add_commands(
-        parser, COMMANDS | {"bench": ("weft.bench", "measure one part of Weft beside its peers")}, argv
-    )
     return parser
+
+
+def complete() -> None:
+    """Tell a shell, by argcomplete, what may come next on its line, and end the process (docs/install.md)."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        sys.exit(1)
+    line = os.environ.get("COMP_LINE", "")
+    words = argcomplete.split_line(line, int(os.environ.get("COMP_POINT", len(line))))[3]
+    argcomplete.autocomplete(make_parser(words[1:]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a refusal prints one line and returns 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     try:
-        parser = make_parser(arguments)
-        given = arguments[1:] if arguments[:1] == ["bench"] else arguments
-        parsed, unknown = parser.parse_known_args(given)
+        parsed, unknown = make_parser(arguments).parse_known_args(arguments)
         refuse = parsed.refuse
         del parsed.refuse  # commands hand their arguments to other processes, which take no parser
         if unknown:  # said by the command, with its own usage
             refuse(f"unrecognized arguments: {' '.join(unknown)}")
         with ended_by_signals():
-            status = int(parsed.run(parsed))
+            status = int(parsed.run(parsed) or 0)
         sys.stdout.flush()
         return status
     except Ended as end:
@@ -117,9 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: {printable(error.one_line())}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "weft":
+        package = (error.name or "weft").partition(".")[0]
+        if package == "weft":
             raise
-        print(f"weft: {error.name} is not installed, which this command needs", file=sys.stderr)
+        print(f"weft: {NotInstalled('this command', package)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(

@@ -21,6 +21,21 @@ class Error(ValueError, RuntimeError):
         return str(self)
 
 
+class NotInstalled(Error, ModuleNotFoundError):
+    """A Python package is missing that something of Weft needs; also a ``ModuleNotFoundError`` with its ``name``."""
+
+    def __init__(self, needed_by: str, package: str) -> None:
+        super().__init__(
+            f"{package} is not installed, which {needed_by} needs: {install_command(package)}", "unsupported"
+        )
+        self.name = package
+
+
+def install_command(package: str) -> str:
+    """Return the line that installs a Python package; torch asks for numpy beside it."""
+    return f"pip install {package} numpy" if package == "torch" else f"pip install {package}"
+
+
 class PeerLost(Error):
     """A peer died or stayed silent past the deadline. The message names it and says what was waited for."""
 

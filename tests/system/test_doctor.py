@@ -26,9 +26,13 @@ def report(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, doc
 def test_every_provider_is_named_with_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys)
     for name in _core.transfer_provider_names():
-        finding = found[f"provider {name}"]
+        (finding,) = (finding for finding in found.values() if name in _words(finding))
         assert finding.state == ("missing" if finding.why else "ok")
     assert found["provider loopback"].state == "ok"
+
+
+def _words(finding: doctor.Finding) -> list[str]:
+    return finding.what.replace(";", "").split()
 
 
 @pytest.mark.parametrize(
@@ -43,9 +47,12 @@ def test_a_missing_library_comes_with_its_package(
 ) -> None:
     ran = run_program([*WEFT, "doctor", "--json"], tmp_path, more={variable: "/nowhere/lib.so"})
     assert ran.returncode == 0, ran.stderr
-    (finding,) = (line for line in json.loads(ran.stdout) if line["what"] == f"provider {provider}")
-    assert finding["state"] == "missing" and "/nowhere/lib.so" in finding["why"]
-    assert packages in finding["remedy"]
+    findings = [doctor.Finding(**fields) for fields in json.loads(ran.stdout)]
+    (finding,) = (finding for finding in findings if provider in _words(finding))
+    assert finding.state == "missing" and "/nowhere/lib.so" in finding.why
+    assert packages in finding.remedy
+    remedies = [finding.remedy for finding in findings if finding.remedy]
+    assert len(remedies) == len(set(remedies)), "one fix is said once"
 
 
 def test_missing_python_packages_come_with_pip(
@@ -66,6 +73,25 @@ def test_two_owners_of_deep_ep_are_wrong(
 ) -> None:
     monkeypatch.setattr(doctor, "_is_installed", lambda name: True)
     assert report(capsys, status=1)["deep_ep"].state == "wrong"
+
+
+def test_what_one_command_mends_is_one_finding() -> None:
+    ways = [
+        doctor.Finding("missing", f"provider {name}", f"transfers over {network}", "no library", "install it")
+        for name, network in (("a", "copper"), ("b", "glass"))
+    ]
+    other = doctor.Finding("missing", "a loom", "weaving", "none in the house", "buy one")
+    one, last = doctor.merged([ways[0], other, ways[1]])
+    assert (one.what, one.serves, one.remedy) == (
+        "provider a; b",
+        "transfers over copper; glass",
+        "install it",
+    )
+    assert last == other
+    assert doctor.merged([doctor.Finding("ok", "x", "y"), doctor.Finding("ok", "z", "y")]) == [
+        doctor.Finding("ok", "x", "y"),
+        doctor.Finding("ok", "z", "y"),
+    ]
 
 
 def test_lines_say_what_helps() -> None:

@@ -14,8 +14,8 @@ from weft import _core
 from weft.bench.transfer_line import TIMEOUT_S, Line
 from weft.bench.transfer_loads import BUFFER_BYTES
 from weft.bench.transfer_others import Other, open_others
-from weft.errors import invalid
 from weft.transfer import Span, TransferEngine
+from weft.transfer.providers import usable_nics
 
 DIAL_S = 20.0
 PROVIDERS = {"tcp": "fabric:tcp", "shm": "fabric:shm"}
@@ -118,11 +118,7 @@ def serve(line: Line, args: argparse.Namespace) -> None:
 
 def choose_nics(provider: str, local: bool) -> list[str]:
     """Return the NIC to use: on one machine the loopback interface, where there is a choice."""
-    nics = _core.transfer_find_provider(provider).probe()
-    usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
-    if not usable:
-        whys = "; ".join(nic["unusable_because"] for nic in nics)
-        raise invalid("--provider", f"{provider} (unusable here: {whys})", "another one")
+    usable = usable_nics("--provider", provider, _core.transfer_find_provider(provider))
     local_ones = [name for name in usable if name.endswith("@127.0.0.1")]
     return local_ones[:1] if local and local_ones else usable[:1]
 

@@ -84,10 +84,14 @@ class BufferContexts:
         self.alive()
         tensor = value[0] if isinstance(value, (tuple, list)) and value else value
         if not isinstance(tensor, Tensor):
-            raise invalid(argument, arguments.describe(value), f"a tensor on {self.device}")
+            raise invalid(argument, arguments.describe(value), self._places())
         if tensor.device != self.device and tensor.device.type != "cpu":
-            raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
+            raise invalid(argument, arguments.describe(tensor), self._places())
         return self._on(tensor.device)
+
+    def _places(self) -> str:
+        """Return where tensors may be, for messages: each place once."""
+        return "a tensor on the CPU" if self.device.type == "cpu" else f"a tensor on {self.device} or the CPU"
 
     def keep(self, signature: Hashable, plan: _Plan) -> _Plan:
         """Return the plan; calls of that signature find it in ``plans``. An empty one is of no other call."""

@@ -8,7 +8,9 @@ changed (``wrong``). The command's status is 1 if anything is wrong; what is mis
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -94,7 +96,31 @@ def examine() -> list[Finding]:
         _plots,
         _drop_in,
     ]
-    return [finding for check in checks for finding in check()]
+    return merged([finding for check in checks for finding in check()])
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, those of one remedy in one where the first of them stood: one fix is said once."""
+    same: dict[tuple[str, str, str], list[Finding]] = {}
+    for at, finding in enumerate(findings):
+        same.setdefault((finding.state, finding.why, finding.remedy or str(at)), []).append(finding)
+    return [_one_of(group) for group in same.values()]
+
+
+def _one_of(group: list[Finding]) -> Finding:
+    if len(group) == 1:
+        return group[0]
+    what, serves = (_joined([getattr(finding, name) for finding in group]) for name in ("what", "serves"))
+    return dataclasses.replace(group[0], what=what, serves=serves)
+
+
+def _joined(texts: list[str]) -> str:
+    """Return texts as a list; words that all of them begin with are said once."""
+    words = [text.split() for text in texts]
+    same = [
+        each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*words, strict=False))
+    ]
+    return f"{' '.join(same)} {'; '.join(' '.join(each[len(same) :]) for each in words)}".strip()
 
 
 def package_command(package: str) -> str:
@@ -124,6 +150,8 @@ def _gpus() -> Iterator[Finding]:
         return
     if _core.config().nvrtc or nvrtc.find().nvrtc:
         yield Finding("ok", "NVRTC", "compiles kernels for GPUs")
+    elif importlib.util.find_spec("torch") is None:
+        yield Finding("missing", "NVRTC", "compiles kernels for GPUs", "torch, which brings it, is missing")
     else:
         remedy = "pip install torch (its CUDA build brings NVRTC), or name a file with WEFT_NVRTC"
         yield Finding(

@@ -44,7 +44,7 @@ from weft.transfer.handles import (
     Watch,
     for_core,
 )
-from weft.transfer.providers import LoopbackNetwork, Nic, provider_names
+from weft.transfer.providers import LoopbackNetwork, Nic, provider_names, usable_nics
 
 REMOTE_READ = 1
 REMOTE_WRITE = 2
@@ -118,10 +118,7 @@ class TransferEngine:
         if secret is None:
             settle_job_secret()
         if nics is None:
-            usable = [nic["name"] for nic in core_provider.probe() if not nic["unusable_because"]]
-            if not usable:
-                whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
-                raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
+            usable = usable_nics("provider", core_provider.name, core_provider)
             nics = [_nic_of_device(device, usable)]
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft import _core
+from weft.errors import invalid
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ def nics(provider: str | None = None) -> list[Nic]:
     """Return the NICs of one provider, or of all; unusable ones say why."""
     names = provider_names() if provider is None else [provider]
     return [Nic(**nic) for name in names for nic in _core.transfer_find_provider(name).probe()]
+
+
+def usable_nics(argument: str, provider: str, core_provider: Any) -> list[str]:
+    """Return the names of a provider's NICs that can be opened. Raises: weft.Error that says why there is none."""
+    probed = core_provider.probe()
+    usable = [str(nic["name"]) for nic in probed if not nic["unusable_because"]]
+    if not usable:
+        whys = "; ".join(dict.fromkeys(nic["unusable_because"] for nic in probed))
+        here = [name for name in provider_names() if any(nic.is_usable for nic in nics(name))]
+        raise invalid(
+            argument, f"{provider} (unusable here: {whys})", f"{', '.join(here)}, which are usable here"
+        )
+    return usable
 
 
 @dataclass(frozen=True)

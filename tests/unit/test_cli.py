@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft import cli
-from weft.errors import Error
+from weft.errors import Error, NotInstalled
 
 
 def test_only_installed_commands_are_offered() -> None:
@@ -77,7 +78,72 @@ def test_a_package_that_is_missing_is_named_in_one_line(missing: str, command: l
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ran.returncode == 1 and not ran.stdout
-    assert ran.stderr == f"weft: {missing} is not installed, which this command needs\n"
+    assert ran.stderr == f"weft: {NotInstalled('this command', missing)}\n"
+    assert f"{missing} is not installed, which this command needs: pip install {missing}" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["Buffer", "ElasticBuffer", "HybridEPBuffer", "P2PAllToAll", "EventHandle", "ops"]
+)
+def test_a_name_that_needs_torch_says_so_and_is_an_import_error(name: str) -> None:
+    script = f"import sys; sys.modules['torch'] = None\ntry:\n    from weft import {name}\n"
+    script += (
+        "except ImportError as error:\n    import weft; assert isinstance(error, weft.Error); print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"torch is not installed, which weft.{name} needs: pip install torch numpy\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_without_a_command_the_help_is_printed(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: {' '.join(['weft', *arguments])} ") and "collective" in said.out
+    assert not said.err
+
+
+@pytest.mark.parametrize("given", ["0", "-2", "two"])
+@pytest.mark.parametrize(
+    ("command", "least"),
+    [
+        (["bench", "collective"], 1),
+        (["bench", "moe"], 1),
+        (["bench", "floor"], 2),
+        (["tune"], 2),
+        (["demo"], 1),
+        (["compile", "allgather_ring"], 1),
+        (["show", "allgather_ring"], 1),
+    ],
+)
+def test_a_number_of_ranks_that_there_cannot_be_is_refused(
+    command: list[str], least: int, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--ranks", given])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"argument --ranks: got {given}, allowed: a whole number, {least} or more\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("weft s", ["show", "synthesise"]),
+        ("weft bench ", ["--help", "-h", "channel", "collective", "floor", "moe", "transfer"]),
+        ("weft bench moe --mode ", ["ht", "ll", "p2p"]),
+        ("weft show --mach", ["--machine "]),
+    ],
+)
+def test_a_shell_is_told_what_may_come_next(line: str, expected: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    script = "import sys; sys.argv[0] = 'weft'; from weft.cli import main; main()"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | asked, check=True, timeout=60)
+    assert sorted(answer.read_text().split("\n")) == expected
 
 
 def test_the_command_itself_needs_no_torch() -> None:

@@ -65,6 +65,28 @@ def test_table_shows_ratio_to_each_baseline() -> None:
     assert "4.0x" in out.getvalue()
 
 
+def test_notes_explain_columns_that_are_shown_and_are_all_in_the_document() -> None:
+    out = io.StringIO()
+    report = a_report(Console(file=out, width=40))
+    report.note("egress GB/s: what leaves", "egress GB/s")
+    report.note("us: the median", "us")
+    report.note("measured on a quiet day")
+    report.finish()
+    printed = out.getvalue()
+    assert "us: the median" in printed and "a quiet day" in printed and "what leaves" not in printed
+    assert "egress" in printed.partition("with --wide or --json also: ")[2]
+    assert len(report.to_json()["notes"]) == 3
+
+
+def test_what_tells_rows_apart_stands_first() -> None:
+    out = io.StringIO()
+    report = Report("test", ("egress_gbs", "sms"), console=Console(file=out, width=34), names_rows=("sms",))
+    for sms in (16, 24):
+        report.add(Row("ht_dispatch", "bf16", 64, 1000, [30.0 + sms], extra={"egress_gbs": 50.0, "sms": sms}))
+    report.finish()
+    assert ["call", "size", "sms", "us"] in [line.split() for line in out.getvalue().splitlines()]
+
+
 def test_files_are_written_where_asked(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = a_report(Console(file=io.StringIO()))

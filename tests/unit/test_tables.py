@@ -53,6 +53,18 @@ def test_a_wide_table_becomes_several_with_the_keys_in_each() -> None:
     assert "Times, continued" in lines
 
 
+def test_a_table_that_stays_one_names_what_it_leaves_out() -> None:
+    table = a_table(12, stays_one=True)
+    lines = printed(table)
+    assert max(map(len, lines)) <= 80
+    head = next(line for line in lines if "value" in line)
+    shown = head.count("value")
+    assert 3 < shown < 12
+    left_out = " ".join(lines).partition("with --wide or --json also: ")[2]
+    assert left_out.startswith(f"value {shown} us, ") and left_out.rstrip().endswith("value 11 us")
+    assert table.heads(80) == {"name", *(f"value {index} us" for index in range(shown))}
+
+
 def test_wide_is_one_table() -> None:
     assert sum("value" in line for line in printed(a_table(40), width=100_000)) == 1
 

@@ -259,13 +259,13 @@ def run(args: argparse.Namespace) -> int:
     if "fifo" in calls:
         rows += measure_fifo(args.device, args.quick, args.rounds)
     columns = ("device", "provider", "producers", "mops", "gb_s", "added_us", "of_raw")
-    report = Report("weft bench channel", columns, wide=args.wide)
+    report = Report("weft bench channel", columns, wide=args.wide, names_rows=columns[:3])
     for row in rows:
         report.add(row)
-    report.note("us: half a round trip; of put, fifo and put_flush: one of many. floor: fi_writemsg alone.")
-    report.note(
-        "added_us: what the channel adds to the floor; of_raw: the floor over the channel (1 is equal)."
-    )
+    report.note("us: half a round trip; of put, fifo and put_flush: one of many")
+    report.note("floor: fi_writemsg alone", "floor us", "over floor")
+    report.note("added us: what the channel adds to the floor", "added us")
+    report.note("of raw: the floor over the channel (1 is equal)", "of raw")
     report.finish(args.json, args.plot)
     return 0
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import invalid
+from weft.runtime.tables import whole_from
 
 if TYPE_CHECKING:
     from weft.testing.ranks import Rank
@@ -42,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="", help="comma-separated numbers of peers (default: all others)")
     parser.add_argument("--sms", default="", help="comma-separated (default: some; the best one is shown)")
     parser.add_argument("--every-sms", action="store_true", help="a row for every number of SMs")
-    parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 2")
+    parser.add_argument("--ranks", type=whole_from(2), default=0, help="default: torchrun's, all GPUs, or 2")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--samples", type=int, default=9, help="of ten launches each (default 9)")
+    parser.add_argument("--samples", type=whole_from(1), default=9, help="of ten launches each (default 9)")
     add_report_arguments(parser)
 
 
@@ -68,25 +69,23 @@ def run(args: argparse.Namespace) -> int:
         "samples": args.samples,
         "on_gpu": gpus > 0,
     }
-    if args.samples < 1:
-        raise invalid("samples", args.samples, "1 or more")
 
     def num_ranks() -> int:
         ranks = args.ranks or gpus or 2
-        if ranks < 2 or (gpus and ranks > gpus):
-            raise invalid("ranks", ranks, f"2 to {gpus}, one per GPU" if gpus else "2 or more")
+        if gpus and not 2 <= ranks <= gpus:
+            raise invalid("ranks", ranks, f"2 to {gpus}, one per GPU")
         return ranks
 
     rows = run_job(measure, plan, num_ranks=num_ranks, deadline_s=DEADLINE_S)
     if rows is None:
         return 0
-    report = Report("weft bench floor", _COLUMNS, wide=args.wide)
+    report = Report("weft bench floor", _COLUMNS, wide=args.wide, names_rows=_COLUMNS[:4])
     for row in rows:
         report.add(row)
-    report.note(
-        "us: the kernel, from the first SM's start to the last one's end; launch: one of ten in a row, between events"
-    )
-    report.note("size: bytes to each peer; egress GB/s: what leaves a rank, over us")
+    report.note("us: the kernel, from the first SM's start to the last one's end")
+    report.note("launch us: one of ten in a row, between events", "launch us")
+    report.note("size: bytes to each peer")
+    report.note("egress GB/s: what leaves a rank, over us", "egress GB/s")
     report.finish(args.json, args.plot)
     return 0
 

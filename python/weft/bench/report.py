@@ -30,10 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from weft.errors import NotInstalled
 from weft.runtime.files import write_file
 from weft.runtime.machine import machine, versions
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console, output_file, size_text
@@ -51,6 +52,13 @@ ROW_FIELDS: dict[str, tuple[type, ...]] = {
     "checked": (bool,),
     "baselines": (dict,),
 }
+
+
+class Note(NamedTuple):
+    """A line under the table. ``of``: heads of columns; it is printed if one of them is shown, and always in JSON."""
+
+    line: str
+    of: tuple[str, ...] = ()
 
 
 @dataclass
@@ -128,10 +136,12 @@ class Report:
         command: str | None = None,
         console: Console | None = None,
         wide: bool = False,
+        names_rows: Sequence[str] = (),
     ) -> None:
         """``extra_columns``: the keys of ``Row.extra`` to show. ``command``: None takes it from sys.argv.
 
-        ``wide``: print one table, however wide.
+        ``wide``: print every column, however wide the table gets. ``names_rows``: those of ``extra_columns`` without
+        which rows of one call and size could not be told apart; they stand before all others.
         """
         self.title = title
         self.rows: list[Row] = []
@@ -141,7 +151,8 @@ class Report:
         ]
         self._command = command or shlex.join([*settings, "weft", *sys.argv[1:]])
         self.console = console or make_console(wide)
-        self._notes: list[str] = []
+        self._names_rows = tuple(names_rows)
+        self._notes: list[Note] = []
 
     def add(self, row: Row) -> None:
         """Append a measured call."""
@@ -151,9 +162,9 @@ class Report:
         """Show more keys of ``Row.extra``."""
         self._extra_columns += tuple(name for name in names if name not in self._extra_columns)
 
-    def note(self, line: str) -> None:
-        """Add a line under the table, such as what the floor means or why a baseline is absent."""
-        self._notes.append(line)
+    def note(self, line: str, *of: str) -> None:
+        """Add a Note, such as what the floor means or why a baseline is absent."""
+        self._notes.append(Note(line, of))
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole document."""
@@ -162,15 +173,18 @@ class Report:
             "machine": machine(),
             "versions": versions(),
             "command": self._command,
-            "notes": list(self._notes),
+            "notes": [note.line for note in self._notes],
             "rows": [row.to_json() for row in self.rows],
         }
 
     def finish(self, json_path: str | Path | None = None, plot_path: str | Path | None = None) -> None:
         """Print the table, then write the files that were asked for and say so."""
-        self.table().print(self.console)
-        for line in self._notes:
-            self.console.print(f"  {line}", highlight=False)
+        table = self.table()
+        table.print(self.console)
+        shown = table.heads(self.console.width)
+        for note in self._notes:
+            if not note.of or shown.intersection(note.of):
+                self.console.print(f"  {note.line}", highlight=False)
         if json_path:
             path = Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,39 +198,53 @@ class Report:
             self.console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
-        """Return the rows as a table: one column per baseline, with its time as a multiple of the row's."""
+        """Return the rows as a table, the columns that matter most first.
+
+        There is one per baseline, with its time as a multiple of the row's.
+        """
         names = sorted({name for row in self.rows for name in row.baselines})
         is_binary = all(row.bytes < 10_000 or row.bytes % 1024 == 0 for row in self.rows)
         columns = [
             Column("call", is_key=True),
             Column("size" if is_binary else "MB", is_number=True, is_key=True),
-            Column("dtype"),
-            *(Column(head, is_number=True) for head in ("tokens", "us", "min us", "max us")),
-            *(Column(head, is_number=True) for head in ("floor us", "over floor")),
-            *(Column(head_of(name), is_number=True) for name in self._extra_columns),
+            *(self._column(name, is_key=self._differs(name)) for name in self._names_rows),
+            Column("us", is_number=True),
             *(Column(f"{name} us (ratio)", is_number=True) for name in names),
+            Column("over floor", is_number=True),
             Column("checked"),
+            Column("dtype"),
+            Column("tokens", is_number=True),
+            *(self._column(name) for name in self._extra_columns if name not in self._names_rows),
+            *(Column(head, is_number=True) for head in ("min us", "max us", "floor us")),
         ]
-        table = Table(self.title, columns, fold_constants=True)
+        table = Table(self.title, columns, fold_constants=True, stays_one=True)
         for row in self.rows:
             size = size_text(row.bytes) if is_binary else f"{row.bytes / 1e6:.4g}"
-            table.add(row.call, size, row.dtype, *self._cells(row, names))
+            table.add(row.call, size, *self._cells(row, names))
         return table
 
+    def _column(self, name: str, is_key: bool = False) -> Column:
+        is_text = any(isinstance(row.extra.get(name), str) for row in self.rows)
+        return Column(head_of(name), is_number=not is_text, is_key=is_key)
+
+    def _differs(self, name: str) -> bool:
+        return len({str(row.extra.get(name)) for row in self.rows}) > 1
+
     def _cells(self, row: Row, baselines: Sequence[str]) -> list[str]:
-        cells = ["-" if row.tokens is None else str(row.tokens)]
-        cells += [f"{us:.1f}" for us in (row.us, min(row.samples_us), max(row.samples_us))]
-        if row.floor_us:
-            cells += [f"{row.floor_us:.1f}", f"{row.us / row.floor_us:.1f}x"]
-        else:
-            cells += ["-", "-"]
-        for column in self._extra_columns:
-            value = row.extra.get(column, "-")
-            cells.append(number_text(value) if isinstance(value, float) else str(value))
+        cells = [*(self._extra_cell(row, name) for name in self._names_rows), f"{row.us:.1f}"]
         for name in baselines:
             us = row.baselines.get(name)
             cells.append("-" if us is None else f"{us:.1f} ({us / row.us:.2f}x)")
-        return [*cells, "yes" if row.checked else "no"]
+        cells.append(f"{row.us / row.floor_us:.1f}x" if row.floor_us else "-")
+        cells += ["yes" if row.checked else "no", row.dtype, "-" if row.tokens is None else str(row.tokens)]
+        cells += [self._extra_cell(row, name) for name in self._extra_columns if name not in self._names_rows]
+        cells += [f"{min(row.samples_us):.1f}", f"{max(row.samples_us):.1f}"]
+        return [*cells, f"{row.floor_us:.1f}" if row.floor_us else "-"]
+
+    @staticmethod
+    def _extra_cell(row: Row, name: str) -> str:
+        value = row.extra.get(name, "-")
+        return number_text(value) if isinstance(value, float) else str(value)
 
 
 def number_text(value: float) -> str:
@@ -258,7 +286,7 @@ def picture_file(given: str) -> str:
     if Path(given).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"got {given}, allowed: a name that ends in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install matplotlib")
+        raise argparse.ArgumentTypeError(str(NotInstalled("a picture", "matplotlib")))
     return output_file(given)
 
 

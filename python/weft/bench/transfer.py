@@ -222,6 +222,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
         f"weft bench transfer, {nic.provider} on {nic.name}",
         (*rail, "gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
         wide=args.wide,
+        names_rows=(*rail, "pool"),
     )
     with progress() as bar:
         task = bar.add_task("transfer", total=len(loads))
@@ -234,11 +235,15 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
     line.send({"do": "quit"})
     client.side.engine.close()
     report.note(in_use)
-    report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
+    raw = ("of raw", "of raw best", "raw us (ratio)")
     report.note(
-        "of_raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; _best: of the minima."
+        "raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine", *raw
     )
-    report.note("us is per operation; latency is half a round trip.")
+    report.note(
+        "of raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; best: of the minima",
+        *raw[:2],
+    )
+    report.note("us: per operation; latency: half a round trip")
     for note in notes:
         report.note(note)
     if cpus := getattr(args, "cpus", None):

@@ -40,7 +40,7 @@ from weft.collectives.xml import DIALECTS
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import Column, Table, make_console
+from weft.runtime.tables import Column, Table, make_console, whole_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +66,11 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm"
     )
-    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument(
+        "--ranks", type=whole_from(1), default=0, help="of what a program or the library makes"
+    )
     parser.add_argument("--protocol", choices=PROTOCOLS)
-    parser.add_argument("--instances", type=int)
+    parser.add_argument("--instances", type=whole_from(1))
     parser.add_argument("--in-place", action="store_true", help="of a library algorithm: the in-place form")
     parser.add_argument(
         "--option",
@@ -121,8 +123,16 @@ def _write(algorithm: Algorithm, report: Report, args: argparse.Namespace, numbe
         f"verified: {report.proven}",
         file=sys.stderr,
     )
-    for line in (*report.warnings, *algorithm.notes):
+    for line in (*_chosen_ranks(args, algorithm), *report.warnings, *algorithm.notes):
         print(f"note: {line}", file=sys.stderr)
+
+
+def _chosen_ranks(args: argparse.Namespace, algorithm: Algorithm) -> list[str]:
+    """Say how many ranks a script has chosen, where --ranks does not."""
+    if args.ranks or Path(args.source).suffix != ".py":
+        return []
+    ranks = f"{algorithm.num_ranks} rank{'s' if algorithm.num_ranks > 1 else ''}"
+    return [f"made for {ranks}, as {Path(args.source).name} runs without --ranks"]
 
 
 def _read_all(args: argparse.Namespace) -> Sequence[Program | Algorithm]:

@@ -36,7 +36,7 @@ from weft.collectives.library import build, entries
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import output_file, size
+from weft.runtime.tables import add_wide_argument, output_file, size, whole_from
 
 COLLECTIVES = {
     "all_gather": "allgather",
@@ -435,18 +435,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--topology", required=True, metavar="FILE", help="JSON: ranks and links")
     parser.add_argument("--collective", choices=sorted(COLLECTIVES), required=True)
-    parser.add_argument("--ranks", type=int, default=0, help="default: the topology's")
+    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: the topology's")
     parser.add_argument("--bytes", type=size, default="1M", help="of the whole buffer")
     parser.add_argument("--seed", type=int, default=0, help="of the order among equal choices")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the algorithm there as XML")
     parser.add_argument(
         "--measure",
-        type=int,
+        type=whole_from(1),
         default=0,
         metavar="N",
         help="run it and the library's best three N times, in turns, on CPU ranks whose links are as slow as those of "
         "the topology; choose delays that are large against this machine's noise",
     )
+    add_wide_argument(parser)
     parser.add_argument(
         "--json", metavar="FILE", type=output_file, help="with --measure: write the result there as JSON"
     )
@@ -483,4 +484,4 @@ def _measure(network: Network, args: argparse.Namespace, rows: list[tuple[float,
     links = {pair: (link.us, link.us_per_byte) for pair, link in network.links.items()}
     samples = measure([algorithm for _, algorithm in rows], links, args.bytes, args.measure)
     measured = [(algorithm.name, us, mine) for (us, algorithm), mine in zip(rows, samples, strict=True)]
-    report(network.name, args.collective, args.bytes, measured, args.json)
+    report(network.name, args.collective, args.bytes, measured, args.json, args.wide)

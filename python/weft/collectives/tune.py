@@ -28,7 +28,7 @@ from weft import _core
 from weft.errors import Error, invalid
 from weft.runtime.files import own_file, write_file
 from weft.runtime.progress import progress
-from weft.runtime.tables import size
+from weft.runtime.tables import size, whole_from
 
 if TYPE_CHECKING:
     from weft.collectives.book import Part
@@ -52,7 +52,7 @@ _SAMPLE_US = 4000.0  # of calls in a row, on the CPU: ranks that share cores don
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--calls", default=",".join(_CALLS), help="comma-separated")
-    parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 4")
+    parser.add_argument("--ranks", type=whole_from(2), default=0, help="default: all GPUs, or 4")
     parser.add_argument("-b", "--min-bytes", type=size, default="1K")
     parser.add_argument("-e", "--max-bytes", type=size, default="64M")
     parser.add_argument("-f", "--factor", type=int, default=4)
@@ -86,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
     if args.factor < 2 or args.min_bytes < 1 or args.max_bytes < args.min_bytes:
         given = (args.min_bytes, args.max_bytes, args.factor)
         raise invalid("sizes", given, "min <= max and a factor of 2 or more")
-    if args.ranks == 1 or args.ranks < 0:
-        raise invalid("ranks", args.ranks, "2 or more")
     ranks = args.ranks or gpus or 4
     cores = len(os.sched_getaffinity(0))
     if not gpus and ranks > cores and not args.report:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import invalid
 from weft.runtime.files import write_file
+from weft.runtime.tables import whole_from
 
 if TYPE_CHECKING:
     from weft.demo.train import Outcome, Plan
@@ -26,15 +27,19 @@ DEADLINE_S = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
-    parser.add_argument("--ranks", type=int, default=0, help="ranks; 0 takes all GPUs, or 4 without any")
+    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: all GPUs, or 4 without any")
     parser.add_argument(
         "--nodes",
-        type=int,
+        type=whole_from(1),
         default=1,
         help="spread ranks and experts over so many: network namespaces (as root), else parts of this host; on the CPU",
     )
-    parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default 200)")
-    parser.add_argument("--sequences", type=int, default=16, help="sequences of 64 bytes per step, all ranks")
+    parser.add_argument(
+        "--steps", type=whole_from(1), default=200, help="training steps of each run (default 200)"
+    )
+    parser.add_argument(
+        "--sequences", type=whole_from(1), default=16, help="sequences of 64 bytes per step, all ranks"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -70,7 +75,7 @@ def _run_over_nodes(args: argparse.Namespace) -> int:
 
     is_rank = torch.distributed.is_torchelastic_launched()
     args.ranks, args.device = Environment().size if is_rank else args.ranks or 4, "cpu"
-    if args.nodes < 1 or args.ranks % args.nodes:
+    if args.ranks % args.nodes:
         raise invalid("nodes", args.nodes, f"a number that divides {args.ranks} ranks")
     num_ranks, plan = _plan(args)
     if not is_rank:
@@ -122,28 +127,25 @@ def _plan(args: argparse.Namespace) -> tuple[int, Plan]:
     if args.device == "cuda" and not gpus:
         raise invalid("device", "cuda", "cpu: torch sees no GPU here")
     num_ranks = args.ranks or gpus or 4
-    if num_ranks < 1 or (gpus and num_ranks > gpus):
-        raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
-    for name in ("steps", "sequences"):
-        if getattr(args, name) < 1:
-            raise invalid(name, getattr(args, name), "1 or more")
+    if gpus and num_ranks > gpus:
+        raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU")
     experts = -(-Shape.experts // num_ranks) * num_ranks
     plan = Plan(Shape(experts=experts), args.steps, args.sequences, args.seed, "cuda" if gpus else "cpu")
     return num_ranks, plan
 
 
 def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks: Outcome) -> int:
-    from weft.demo.agreement import compare, last_mean
+    from weft.demo.agreement import compare, last_loss
     from weft.demo.picture import draw
     from weft.runtime.tables import Column, Table, make_console
 
     runs = {"one rank, without Weft": alone, f"{num_ranks} ranks, through Weft": over_ranks}
-    numbers = ("first loss", "last loss", "tokens/s", "in communication")
+    numbers = ("first loss", "loss, last fifth", "tokens/s", "in communication")
     table = Table(
         "weft demo", [Column("run", is_key=True), *(Column(head, is_number=True) for head in numbers)]
     )
     for name, outcome in runs.items():
-        losses = (f"{outcome.losses[0]:.4f}", f"{last_mean(outcome.losses):.4f}")
+        losses = (f"{outcome.losses[0]:.4f}", last_loss(outcome.losses))
         table.add(name, *losses, *_speed(outcome))
     console = make_console()
     table.print(console)

@@ -54,6 +54,11 @@ def last_mean(losses: Sequence[float]) -> float:
     return sum(losses[-count:]) / count
 
 
+def last_loss(losses: Sequence[float]) -> str:
+    """Return last_mean() as the table and the picture both show it."""
+    return f"{last_mean(losses):.4f}"
+
+
 def compare(alone: Sequence[float], over_ranks: Sequence[float]) -> Agreement:
     """Compare two runs' losses, equally many, one or more."""
     return Agreement(

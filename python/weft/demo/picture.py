@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.pictures import COLORS, footnote, picture
+from weft.demo.agreement import last_loss
 
 _MOST_NUMBERS = 160  # cells that still have room for their number
 _WHY_ALIKE = (
@@ -37,7 +38,7 @@ def draw(
         curves, heat = axes[0]
         styles = (("-", COLORS["raw"], 3.0), ("--", COLORS["weft"], 1.2))
         for (label, values), (line, color, width) in zip(losses.items(), styles, strict=False):
-            end = f"{label}: {values[-1]:.3f} at the end"
+            end = f"{label}: {last_loss(values)} over the last fifth"
             curves.plot(range(1, len(values) + 1), values, line, color=color, label=end, linewidth=width)
         curves.set(xlabel="step", ylabel="loss, nats per byte")
         curves.set_title("The losses agree", loc="left", fontweight="bold")

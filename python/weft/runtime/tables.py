@@ -7,8 +7,9 @@
     table.print(console)
 
 Units stand in heads. A column without content is left out. A column that says the same in every row moves into a
-line above the table. What is still too wide becomes several tables, each of which repeats the key columns; only then
-are long texts folded. ``--wide`` prints one table, however wide.
+line above the table. What is still too wide becomes several tables, each of which repeats the key columns, or, of a
+table that stays one, is left out and named below it; only then are long texts folded. ``--wide`` prints one table with
+everything, however wide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,11 +79,13 @@ class Table:
         title: one line.
         columns: at least one.
         fold_constants: say once, above the table, what all of two or more rows have in common.
+        stays_one: columns come in the order of their worth, and those that do not fit are left out, not continued.
     """
 
     title: str
     columns: Sequence[Column]
     fold_constants: bool = False
+    stays_one: bool = False
     _rows: list[tuple[str, ...]] = field(default_factory=list)
     _styles: list[str | None] = field(default_factory=list)
 
@@ -105,18 +108,38 @@ class Table:
     def parts(self, width: int) -> list[Text | RichTable]:
         """Return what print() prints on a console of so many columns: titles, tables, empty lines."""
         parts: list[Text | RichTable] = []
-        shown = [
-            index for index, column in enumerate(self.columns) if column.is_key or self._has_content(index)
-        ]
-        common = [index for index in shown if self._is_common(index)]
+        common, groups, left_out = self._layout(width)
         title = Text(self.title, "bold")  # a Text: brackets in what is printed are no markup
-        for group in self._groups([index for index in shown if index not in common], width):
+        for group in groups:
             parts.append(title)
             if common:
                 parts.append(Text(f"  all: {self._line(common)}"))
             parts += [self._table(group), Text()]
             title, common = Text(f"{self.title}, continued", "bold"), []
+        if left_out:
+            heads = ", ".join(self.columns[index].head for index in left_out)
+            parts[-1:] = [Text(f"  with --wide or --json also: {heads}"), Text()]
         return parts
+
+    def heads(self, width: int) -> set[str]:
+        """Return the heads of the columns that print() shows on a console of so many columns."""
+        common, groups, _ = self._layout(width)
+        return {self.columns[index].head for group in [common, *groups] for index in group}
+
+    def _layout(self, width: int) -> tuple[list[int], list[list[int]], list[int]]:
+        """Return the columns that are said above the table, those of each table, and those that are left out."""
+        filled = [
+            index for index, column in enumerate(self.columns) if column.is_key or self._has_content(index)
+        ]
+        common = [index for index in filled if self._is_common(index)]
+        shown = [index for index in filled if index not in common]
+        if not self.stays_one:
+            return common, self._groups(shown, width), []
+        kept = [index for index in shown if self.columns[index].is_key]
+        for index in shown:
+            if index not in kept and self._width(sorted([*kept, index])) <= width:
+                kept.append(index)
+        return common, [sorted(kept)], [index for index in shown if index not in kept]
 
     def _has_content(self, index: int) -> bool:
         return any(row[index] not in _EMPTY for row in self._rows)
@@ -180,6 +203,21 @@ def size(text: str) -> int:
         return int(text[:-1] if unit > 1 else text) * unit
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least so much, for argparse."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"got {text}, allowed: a whole number, {least} or more")
+        return number
+
+    return read
 
 
 def output_file(given: str) -> str:

@@ -12,7 +12,7 @@ import argparse
 
 from weft.bench.report import Report, add_report_arguments
 from weft.errors import invalid
-from weft.runtime.tables import size
+from weft.runtime.tables import size, whole_from
 
 CALLS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
@@ -62,19 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what serves the one call, instead of Weft's choice: a library algorithm or a .py, .xml or "
         ".json file, in one text; given several times, they take turns in one run (auto: Weft's choice)",
     )
-    parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
+    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--ranks-per-node",
-        type=int,
+        type=whole_from(0),
         default=0,
         help="cut this host into nodes of so many ranks, which reach each other through the network",
     )
     parser.add_argument(
         "--provider", default="", help="that network: tcp, shm, or a name of weft.transfer.provider_names()"
     )
-    parser.add_argument("-n", "--iterations", type=int, default=0, help="samples (default by size)")
-    parser.add_argument("-w", "--warmup", type=int, default=3, help="samples before those")
+    parser.add_argument("-n", "--iterations", type=whole_from(1), default=0, help="samples (default by size)")
+    parser.add_argument("-w", "--warmup", type=whole_from(0), default=3, help="samples before those")
     parser.add_argument("--no-check", action="store_true", help="leave out the comparison with the oracle")
     parser.add_argument("--no-baseline", action="store_true", help="leave out gloo or NCCL")
     parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
@@ -141,19 +141,22 @@ def run(args: argparse.Namespace) -> int:
     rows = run_job(measure, options, num_ranks=lambda: args.ranks or gpus or 4, deadline_s=DEADLINE_S)
     if rows is None:
         return 0
-    columns = ("ranks", "algorithm", "algbw_gbs", "busbw_gbs")
+    columns = ("algbw_gbs", "busbw_gbs", "ranks", "algorithm")
     report = Report("weft bench collective", extra_columns=columns, wide=args.wide)
     for row in rows:
         report.add(row)
     report.add_columns(time_columns(rows))
-    report.note(
-        "enqueue us: the host's part of an eager call, on the CPU without its kernel; eager us: such calls one after "
-        "another, kernels included"
-    )
-    report.note(
-        "size: the full buffer; algbw = size / time; busbw as nccl-tests defines it; floor: on the CPU, "
-        "all ranks copying the bytes that the call makes each of them move, those between nodes over raw sockets with "
-        "--provider tcp; on GPUs, a bare exchange of this run, two for all_reduce (weft bench floor)"
-    )
+    report.note("enqueue us: the host's part of an eager call, on the CPU without its kernel", "enqueue us")
+    report.note("eager us: such calls one after another, kernels included", "eager us")
+    report.note("size: the full buffer")
+    report.note("algbw = size / time; busbw as nccl-tests defines it", "algbw GB/s", "busbw GB/s")
+    if options.device == "cpu":
+        floor = (
+            "floor: all ranks copying the bytes that the call makes each of them move, those between nodes over raw "
+            "sockets with --provider tcp"
+        )
+    else:
+        floor = "floor: a bare exchange of this run, two for all_reduce (weft bench floor)"
+    report.note(floor, "floor us", "over floor")
     report.finish(args.json, args.plot)
     return 0

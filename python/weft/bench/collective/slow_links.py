@@ -43,16 +43,22 @@ def report(
     num_bytes: int,
     rows: Sequence[tuple[str, float, list[float]]],
     json_path: str | None,
+    wide: bool = False,
 ) -> None:
     """Print and write (algorithm, predicted us, samples) rows, the first of which was synthesised."""
-    made = Report("weft synthesise --measure", extra_columns=("topology", "algorithm", "predicted_us"))
+    made = Report(
+        "weft synthesise --measure",
+        extra_columns=("predicted_us", "algorithm", "topology"),
+        wide=wide,
+        names_rows=("algorithm",),
+    )
     for algorithm, predicted_us, samples in rows:
         extra = {"topology": name, "algorithm": algorithm, "predicted_us": round(predicted_us, 1)}
         made.add(
             Row(collective, "float32", None, num_bytes, samples, checked=True, extra=extra, series=algorithm)
         )
     made.note(
-        "links between CPU ranks are delayed as the topology says (weft.testing.links); predicted_us: the time that "
+        "links between CPU ranks are delayed as the topology says (weft.testing.links); predicted us: the time that "
         "the links alone take"
     )
     made.finish(json_path)

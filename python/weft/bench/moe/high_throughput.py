@@ -31,7 +31,7 @@ from weft.bench.moe.setting import (
     shape_columns,
     times_of_step,
 )
-from weft.bench.report import Row
+from weft.bench.report import Note, Row
 from weft.testing import oracle
 
 
@@ -293,9 +293,11 @@ def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.Hi
     check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size, per_node)
 
 
-def _ways_of_dispatch(dispatch: Row) -> str:
+def _ways_of_dispatch(dispatch: Row) -> Note:
     with_layout, cached = dispatch.extra["with_layout_us"], dispatch.extra["cached_us"]
-    return f"layout and dispatch timed as one: {with_layout:,.1f} us; dispatch with a cached handle: {cached:,.1f} us"
+    return Note(
+        f"layout and dispatch timed as one: {with_layout:,.1f} us; dispatch with a cached handle: {cached:,.1f} us"
+    )
 
 
 def _add_times(bench: Bench, rows: list[Row], times: dict[str, Times]) -> None:

@@ -19,7 +19,7 @@ from weft.bench.moe.setting import (
     method_notes,
     shape_columns,
 )
-from weft.bench.report import Row
+from weft.bench.report import Note, Row
 from weft.testing import oracle
 
 PHASES = ("dispatch.send", "dispatch.receive", "combine.send", "combine.receive")
@@ -128,7 +128,7 @@ def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
     return made
 
 
-def _notes(bench: Bench) -> list[str]:
+def _notes(bench: Bench) -> list[Note]:
     lines = [
         "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
         "high_throughput: weft.Buffer's other calls, instead of low_latency, for many tokens on one host's CPU; layout "
@@ -137,9 +137,12 @@ def _notes(bench: Bench) -> list[str]:
         "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
         "flight, between the two, no kernel of the exchange runs",
     ]
-    if bench.options.overlap_us:
-        lines += p2p_overlap.notes()
-    return lines
+    notes = [
+        Note(lines[0], ("low_latency us (ratio)",)),
+        Note(lines[1], ("high_throughput us (ratio)",)),
+        Note(lines[2]),
+    ]
+    return notes + p2p_overlap.notes() if bench.options.overlap_us else notes
 
 
 def _check(bench: Bench, inputs: Inputs, split: peers.P2P) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 import weft
 from weft.bench.moe import peers
 from weft.bench.moe.setting import Bench, Inputs, shape_columns
-from weft.bench.report import Row
+from weft.bench.report import Note, Row
 
 SMS = (0, 4, 6, 8, 10, 12, 14, 16)  # 0: all, on the caller's stream
 STEPS = ("dispatch", "combine")
@@ -152,13 +152,21 @@ class Overlap:
             split.buffer.destroy()
 
 
-def notes() -> list[str]:
+def notes() -> list[Note]:
     """Return what the report says of the columns."""
     return [
-        "beside: a matrix product between send and receive; sms: of the phases, which cuBLAS leaves alone, 0: all SMs, "
-        "on the product's stream; alone us: without a product; product us, product few us: the product alone, with "
-        "all SMs and without those; exposed us: what the pair adds to product us; hidden share: 1 - exposed / what the "
-        "pair takes by itself with all SMs, less an empty graph, by medians",
+        Note("beside: a matrix product between send and receive"),
+        Note("sms: of the phases, which cuBLAS leaves alone, 0: all SMs, on the product's stream", ("sms",)),
+        Note("alone us: without a product", ("alone us",)),
+        Note(
+            "product us, product few us: the product alone, with all SMs and without those of the phases",
+            ("product us", "product few us"),
+        ),
+        Note("exposed us: what the pair adds to product us", ("exposed us",)),
+        Note(
+            "hidden share: 1 - exposed / what the pair takes by itself with all SMs, less an empty graph, by medians",
+            ("hidden share",),
+        ),
     ]
 
 

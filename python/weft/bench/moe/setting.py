@@ -26,7 +26,7 @@ from weft.bench.moe import check, network, peers
 from weft.bench.moe.floors import Traffic, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
-from weft.bench.report import Row, slowest_rank
+from weft.bench.report import Note, Row, slowest_rank
 from weft.runtime.communicator import Communicator
 from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
@@ -214,7 +214,7 @@ class Measured(NamedTuple):
     """What rank 0 reports."""
 
     rows: list[Row]
-    notes: list[str]
+    notes: list[Note]
     traces: CallsOfRanks  # [] unless asked for
 
 
@@ -319,50 +319,75 @@ def all_to_all_name(bench: Bench) -> str:
     return "nccl" if bench.on_gpu else "gloo"
 
 
-def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
+def method_notes(bench: Bench, has_deep_ep: bool) -> list[Note]:
     """Return the lines that say what the columns of this run mean."""
-    lines = [
-        "MB: bytes of the rows that a rank receives, its own included, mean over ranks "
-        "(low latency: of its (token, expert) pairs); times are the slowest rank's",
-        f"{all_to_all_name(bench)}: the same work with torch.distributed all-to-all; memcpy: a copy of "
-        "the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
+    gloo = all_to_all_name(bench)
+    notes = [
+        Note(
+            "size or MB: bytes of the rows that a rank receives, its own included, mean over ranks "
+            "(low latency: of its (token, expert) pairs); times are the slowest rank's"
+        ),
+        Note(f"{gloo}: the same work with torch.distributed all-to-all", (f"{gloo} us (ratio)",)),
+        Note(
+            "memcpy: a copy of the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
+            ("memcpy us (ratio)", "floor us", "over floor"),
+        ),
+        Note("enqueue us: the host's part of an eager call, on the CPU without its kernels", ("enqueue us",)),
+        Note("eager us: such calls one after another, kernels included", ("eager us",)),
+        Note(
+            "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of "
+            "its own",
+            ("kernel us", "cached kernel us"),
+        ),
+        Note("kernel warm us: the same of calls in a row", ("kernel warm us",)),
+        Note(
+            "deep ep kernel us: from the first kernel's start to the last one's end by torch's profiler",
+            ("deep ep kernel us", "deep ep v2 kernel us"),
+        ),
     ]
-    lines.append(
-        "enqueue us: the host's part of an eager call, on the CPU without its kernels; eager us: such calls one after "
-        "another, kernels included"
-    )
-    lines.append(
-        "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of its "
-        "own; kernel warm us: the same of calls in a row; deep ep kernel us: from the first kernel's start to the last "
-        "one's end by torch's profiler"
-    )
     if bench.options.ranks_per_node:
-        lines += _node_notes(bench)
+        notes += _node_notes(bench)
     elif bench.on_gpu:
-        lines.append(
-            "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; the "
-            "kernel's time, of launches in a row, as kernel warm us; floor cold us: of one launch after the L2 cache "
-            "was emptied, as kernel us"
-        )
+        notes += [
+            Note(
+                "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; "
+                "the kernel's time, of launches in a row, as kernel warm us",
+                _FLOORS,
+            ),
+            Note(
+                "floor cold us: of one launch after the L2 cache was emptied, as kernel us",
+                ("floor cold us",),
+            ),
+        ]
     else:
-        lines.append("floor: the fastest of the memcpy samples")
+        notes.append(Note("floor: the fastest of the memcpy samples", _FLOORS))
     if not has_deep_ep:
-        lines.append("deep_ep: not measured, DeepEP itself is not installed here")
-    return lines
+        notes.append(Note("deep_ep: not measured, DeepEP itself is not installed here"))
+    return notes
 
 
-def _node_notes(bench: Bench) -> list[str]:
-    lines = [
-        "floor: the provider's own loop for what a rank sends to other nodes (network us), half of the ranks after the "
-        "other, each row once per node, or once per rank where fan out is direct; and the fastest memcpy of the other "
-        "rows that it receives; raw us: that loop, the slower half"
+_FLOORS = ("floor us", "over floor")
+
+
+def _node_notes(bench: Bench) -> list[Note]:
+    notes = [
+        Note(
+            "floor: the provider's own loop for what a rank sends to other nodes (network us), half of the ranks after "
+            "the other, each row once per node, or once per rank where fan out is direct; and the fastest memcpy of "
+            "the other rows that it receives",
+            (*_FLOORS, "network us"),
+        ),
+        Note("raw us: the loop of network us, the slower half", ("raw us",)),
     ]
     if bench.options.mode == "ll":
-        lines.append(
-            f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call should "
-            "take at most where ranks have a core and a NIC each"
+        notes.append(
+            Note(
+                f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call "
+                "should take at most where ranks have a core and a NIC each",
+                ("bound us",),
+            )
         )
-    return lines
+    return notes
 
 
 def count_rows(rows: peers.Payload) -> int:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from weft import _core
 from weft.cli import main
 from weft.collectives.chunk_names import chunk_names
 from weft.collectives.library import build
@@ -39,6 +40,38 @@ def test_small_drawings_have_all_arrows_and_large_ones_those_of_a_chunk(tmp_path
     assert 0 < len(arrows) < 2 * 8 and all("3.0" in names.split() for names in arrows)
 
 
+def test_a_page_draws_arrows_before_anybody_asks(tmp_path: Path) -> None:
+    _, small = _shown(tmp_path, "allgather_ring", "--ranks", "4")
+    assert "checked> all messages" in small and 'svg class=""' in small and "<dt>critical path</dt>" in small
+    _, large = _shown(tmp_path, "allreduce_allpairs", "--ranks", "8")
+    assert "value='0.0'" in large and 'svg class="few"' in large and "path.message:not(.on)" in large
+
+
+@pytest.mark.parametrize(("gpus", "machine"), [([], "cpu"), (["a GPU"], "nvlink")])
+def test_times_are_of_the_machine_that_it_runs_on(
+    gpus: list[str], machine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_core, "gpus", lambda: gpus)
+    assert main(["show", "allgather_ring", "--ranks", "4"]) == 0
+    assert f"predicted on {machine}: " in capsys.readouterr().out
+    assert main(["show", "allgather_ring", "--ranks", "4", "--machine", "nvlink"]) == 0
+    assert "predicted on nvlink: " in capsys.readouterr().out
+
+
+def test_a_script_without_ranks_says_how_many_it_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "from weft.collectives import AllGather, Buffer, Program, chunk\n"
+        "with Program('alone', AllGather(1)):\n    chunk(0, Buffer.input, 0).copy(0, Buffer.output, 0)\n"
+    )
+    assert main(["compile", str(script)]) == 0
+    assert "note: made for 1 rank, as alone.py runs without --ranks" in capsys.readouterr().err
+    assert main(["compile", "allgather_ring", "--ranks", "2"]) == 0
+    assert "note: made for" not in capsys.readouterr().err
+
+
 def test_a_misspelt_name_gets_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "allgather_rings", "--ranks", "4"]) == 1
     assert (
@@ -56,7 +89,8 @@ def test_chunk_that_nobody_moves_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 def test_bars_name_their_chunks_and_times_are_round(tmp_path: Path) -> None:
     drawing = tmp_path / "pairs.svg"
-    assert main(["show", "allreduce_allpairs", "--ranks", "4", "-o", str(drawing)]) == 0
+    command = ["show", "allreduce_allpairs", "--ranks", "4", "--machine", "nvlink", "-o", str(drawing)]
+    assert main(command) == 0
     text = drawing.read_text()
     assert ">3.1</text>" in text and ">0.0 +3</text>" in text
     assert text.count(">50 us</text>") == 2 and ">message</text>" in text

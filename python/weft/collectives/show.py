@@ -24,7 +24,7 @@ from weft.collectives.cost import MACHINES, Estimate, Machine, estimate
 from weft.collectives.ir import Algorithm, Op
 from weft.collectives.structure import VerificationError
 from weft.collectives.verifier import verify
-from weft.errors import invalid
+from weft.errors import Error, invalid
 from weft.runtime.files import write_file
 from weft.runtime.tables import size, size_text
 
@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_source_arguments(parser)
     parser.add_argument("--bytes", type=size, default="1M", help="of the algorithm buffer, for the times")
-    parser.add_argument("--machine", choices=sorted(MACHINES), default="nvlink", help="of the cost model")
+    parser.add_argument(
+        "--machine",
+        choices=sorted(MACHINES),
+        help="of the cost model (default: nvlink where there are GPUs, else cpu)",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the drawing there as SVG")
     parser.add_argument(
         "--chunk",
@@ -77,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary; write the drawings that were asked for. Returns 1 where the algorithm is wrong."""
     algorithm = read_arguments(args)
-    machine = MACHINES[args.machine]
+    machine = MACHINES[args.machine or here()]
     print(summary(algorithm, args.bytes, machine))
     guess = estimate(algorithm, args.bytes, machine)
     subtitle = f"{size_text(args.bytes)} on {machine.name}, {time_parts(guess, machine)}"
@@ -91,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {args.output}")
     if args.html:
         drawing = svg(algorithm, guess, subtitle, args.chunk or ALL, waits=True)
-        text = summary(algorithm, args.bytes, machine)
-        write_file(Path(args.html), page(algorithm, drawing, text, bool(args.chunk)))
+        text = page(algorithm, drawing, facts(algorithm, args.bytes, machine), args.chunk)
+        write_file(Path(args.html), text)
         print(f"wrote {args.html}")
     try:
         verify(algorithm)
@@ -102,36 +106,63 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
-    """Return steps, bytes per link, the critical path and the predicted time, as lines of text."""
-    guess = estimate(algorithm, num_bytes, machine)
-    kinds: dict[str, int] = defaultdict(int)
-    for _, _, _, step in algorithm.steps():
-        kinds[step.op.value] += 1
-    links = guess.link_bytes
-    most = max(links.items(), key=lambda item: item[1], default=((0, 0), 0))
-    sent: dict[int, int] = defaultdict(int)
-    for (src, _), count in links.items():
-        sent[src] += count
-    blocks = [len(program.blocks) for program in algorithm.ranks]
+def here() -> str:
+    """Return which of MACHINES this one is like: it has GPUs, or has not."""
+    try:
+        from weft import _core
+
+        return "nvlink" if _core.gpus() else "cpu"
+    except (ImportError, Error):  # programs are drawn without the extension, too
+        return "cpu"
+
+
+def what_it_is(algorithm: Algorithm) -> str:
+    """Return the collective, the protocol and the forms in a line."""
     forms = [
         name
         for name, is_on in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace))
         if is_on
     ]
-    lines = [
-        f"{algorithm.name}: {algorithm.collective}, {algorithm.protocol}, {' and '.join(forms)}",
-        f"  ranks {algorithm.num_ranks}, chunks {algorithm.chunks}, blocks per rank {min(blocks)} to {max(blocks)}",
-        f"  channels {algorithm.channels}, scratch chunks {max(p.scratch_chunks for p in algorithm.ranks)}",
-        f"  steps {sum(kinds.values())}: "
-        + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
-        f"  critical path {guess.critical_steps} steps",
-        f"  for {size_text(num_bytes)}: {len(links)} links, at most {size_text(most[1])} on one ({most[0][0]} to "
-        f"{most[0][1]}), {size_text(max(sent.values(), default=0))} out of a rank",
-        f"  predicted on {machine.name}: {guess.total_us:.1f} us:",
-        f"    {time_parts(guess, machine)}",
+    return f"{algorithm.collective}, {algorithm.protocol}, {' and '.join(forms)}"
+
+
+def facts(algorithm: Algorithm, num_bytes: int, machine: Machine) -> list[tuple[str, str]]:
+    """Return steps, bytes per link, the critical path and the predicted time, by what they are called."""
+    guess = estimate(algorithm, num_bytes, machine)
+    kinds: dict[str, int] = defaultdict(int)
+    for _, _, _, step in algorithm.steps():
+        kinds[step.op.value] += 1
+    links = guess.link_bytes
+    (src, dst), most = max(links.items(), key=lambda item: item[1], default=((0, 0), 0))
+    sent: dict[int, int] = defaultdict(int)
+    for (sender, _), count in links.items():
+        sent[sender] += count
+    blocks = [len(program.blocks) for program in algorithm.ranks]
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return [
+        ("ranks", f"{algorithm.num_ranks}, {algorithm.chunks} chunks"),
+        ("blocks", f"{_span(blocks)} on a rank, {algorithm.channels} channel{'s'[: algorithm.channels > 1]}"),
+        ("scratch", f"{max(p.scratch_chunks for p in algorithm.ranks)} chunks"),
+        ("steps", f"{sum(kinds.values())}: {by_kind}"),
+        ("critical path", f"{guess.critical_steps} steps"),
+        (
+            f"links, for {size_text(num_bytes)}",
+            f"{len(links)}, at most {size_text(most)} on one ({src} to {dst}), "
+            f"{size_text(max(sent.values(), default=0))} out of a rank",
+        ),
+        (f"predicted on {machine.name}", f"{guess.total_us:.1f} us: {time_parts(guess, machine)}"),
     ]
-    return "\n".join(lines)
+
+
+def _span(numbers: list[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
+    """Return what the program is and its facts, as lines of text."""
+    lines = [f"{algorithm.name}: {what_it_is(algorithm)}"]
+    return "\n".join(lines + [f"  {name}: {value}" for name, value in facts(algorithm, num_bytes, machine)])
 
 
 def time_parts(guess: Estimate, machine: Machine) -> str:
@@ -183,12 +214,27 @@ def svg(
 
 
 _STYLE = """
+:root{color-scheme:light}
+body{margin:0 auto;max-width:1240px;padding:16px 24px;font:14px/1.45 system-ui,sans-serif;color:#1f2328;background:#fff}
+h1{font-size:20px;margin:0 0 2px}
+.what{color:#57606a;margin:0 0 14px}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:8px;margin:0 0 14px}
+dl div{border:1px solid #d0d7de;border-radius:6px;padding:6px 10px}
+dt{color:#57606a;font-size:12px}
+dd{margin:0;font-variant-numeric:tabular-nums}
+form{display:flex;flex-wrap:wrap;gap:6px 18px;align-items:center;margin:0 0 8px}
+.hint{color:#57606a}
+input[type=text]{width:6em;font:inherit;border:1px solid #d0d7de;border-radius:4px;padding:1px 6px}
+figure{margin:0;border:1px solid #d0d7de;border-radius:6px;overflow:hidden}
+svg{display:block;width:100%;height:auto;cursor:grab}
 rect.step:hover{stroke:#000;stroke-width:2}
 rect.on{stroke:#d00;stroke-width:1.5}
-path.message,path.wait{display:none;pointer-events:none}
-path.on{display:inline;stroke:#d00;stroke-width:1.2}
-path.wait.on{stroke:#06c}
-svg{cursor:grab}
+path.message,path.wait{pointer-events:none}
+path.wait{stroke:#06c;stroke-width:1.2;display:none}
+svg.few path.message:not(.on){display:none}
+svg path.on{display:inline;stroke:#d00;stroke-width:1.6}
+svg path.wait.on{stroke:#06c}
+svg.following path.message:not(.on){opacity:.25}
 """
 _SCRIPT = """
 const svg = document.querySelector("svg"), all = (q) => svg.querySelectorAll(q);
@@ -198,12 +244,21 @@ const follow = (names, id) => {
     if (e.dataset.chunks.split(" ").some((n) => names.has(n))) e.classList.add("on");
   });
   all("path.wait").forEach((e) => { if (e.dataset.of === id) e.classList.add("on"); });
+  svg.classList.add("following");
 };
-const asked = document.querySelector("input");
-asked.oninput = () => follow(new Set([asked.value.trim()]), "");
+const asked = document.querySelector("input[type=text]"), every = document.querySelector("input[type=checkbox]");
+const clear = () => { all(".on").forEach((e) => e.classList.remove("on")); svg.classList.remove("following"); };
+const show_asked = () => (asked.value.trim() ? follow(new Set([asked.value.trim()]), "") : clear());
+asked.oninput = show_asked;
+every.onchange = () => svg.classList.toggle("few", !every.checked);
+document.querySelector("form").onsubmit = (e) => e.preventDefault();
 all("rect.step").forEach((e) => {
-  e.onmouseenter = () => { if (!asked.value) follow(new Set(e.dataset.chunks.split(" ").slice(0, 1)), e.id); };
+  e.onmouseenter = () => follow(new Set(e.dataset.chunks.split(" ").slice(0, 1)), e.id);
+  e.onmouseleave = show_asked;
 });
+const whole = svg.getAttribute("viewBox").split(" ").map(Number);
+document.querySelector("button").onclick = () => { box = [...whole]; show(); };
+show_asked();
 let box = svg.getAttribute("viewBox").split(" ").map(Number);
 const show = () => svg.setAttribute("viewBox", box.join(" "));
 svg.onwheel = (e) => {
@@ -224,15 +279,32 @@ svg.onmousemove = (e) => {
 """
 
 
-def page(algorithm: Algorithm, drawing: str, text: str, has_one_chunk: bool = False) -> str:
-    """Return an HTML page with the drawing. A step under the mouse shows what it does, the arrows of the first chunk
-    that it moves and what it waits for; a chunk's name can be typed; the wheel zooms, dragging moves.
+def page(algorithm: Algorithm, drawing: str, facts: list[tuple[str, str]], followed: str = "") -> str:
+    """Return an HTML page with the drawing and what is known of the program.
+
+    A step under the mouse shows what it does, the arrows of the first chunk that it moves and what it waits for; a
+    chunk's name can be typed; the wheel zooms, dragging moves. Of many blocks, the way of one chunk is shown first.
     """
-    style = _STYLE.replace("display:none;", "") if has_one_chunk else _STYLE
+    is_small = sum(1 for _ in algorithm.blocks()) <= _MOST_ROWS_WITH_ARROWS or followed
+    few, checked = ("", " checked") if is_small else ("few", "")
+    shown = followed or (
+        "" if is_small else min(name for names in chunk_names(algorithm).values() for name in names)
+    )
+    known = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     return (
-        f"<!doctype html><meta charset='utf-8'><title>{_text(algorithm.name)}</title><style>{style}</style>"
-        f"<pre>{_text(text)}</pre><p>chunk (RANK.INDEX): <input size='8'> wheel: zoom, drag: move</p>\n"
-        f"{drawing}<script>{_SCRIPT}</script>\n"
+        "<!doctype html><html lang='en'><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
+        f"<title>{_text(algorithm.name)}</title><style>{_STYLE}</style>\n"
+        f"<h1>{_text(algorithm.name)}</h1>"
+        f"<p class='what'>{_text(what_it_is(algorithm))}</p>\n<dl>{known}</dl>\n"
+        f"<form><label>chunk <input type='text' value='{shown}' placeholder='0.0' "
+        "aria-label='chunk, as RANK.INDEX'></label>"
+        f"<label><input type='checkbox'{checked}> all messages</label>"
+        "<button type='button'>whole drawing</button>"
+        "<span class='hint'>A step under the mouse shows the way of its first chunk, and what it waits for. "
+        "Wheel: zoom. Drag: move.</span></form>\n"
+        f"<figure>{drawing.replace('<svg ', f'<svg class={chr(34)}{few}{chr(34)} ', 1)}</figure>"
+        f"<script>{_SCRIPT}</script></html>\n"
     )
 
 
@@ -361,7 +433,7 @@ def _legend(algorithm: Algorithm, y: int, waits: bool) -> list[str]:
         if op in used:
             parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
             parts.append(f'<text x="{x + 14}" y="{y}">{op.value}: {_MEANINGS[op]}</text>')
-            x += 40 + 6 * len(_MEANINGS[op])
+            x += 32 + 6 * len(f"{op.value}: {_MEANINGS[op]}")
     lines = [("message", "#555", "none")] + ([("wait for another block", "#06c", "3 2")] if waits else [])
     for meaning, color, dashes in lines:
         parts.append(

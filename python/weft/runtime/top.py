@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``weft top``: what the processes of this host that use Weft are doing, and who waits for whom.
+"""``weft top``: what the processes of this host that use Weft are doing, job by job, and who waits for whom.
 
 It looks at the counters that each process keeps in its own memory, from outside: a job needs no setting for it, is not
 slowed, and may hang. It sees processes of the same user, in the same PID namespace; those of others if root asks for
@@ -66,7 +66,14 @@ def run(args: argparse.Namespace) -> int:
             print(printable(call_record.write(args.record, one.counted)))
         return 0
     if args.json:
-        json.dump([{"pid": one.pid, "command": one.command, **one.counted} for one in looks], sys.stdout)
+        numbered = [(number, one) for number, job in enumerate(jobs(looks), 1) for one in job]
+        json.dump(
+            [
+                {"job": number, "pid": one.pid, "command": one.command, **one.counted}
+                for number, one in numbered
+            ],
+            sys.stdout,
+        )
         print()
         return 0
     console = make_console(args.wide)
@@ -189,22 +196,42 @@ def _gpu_line(one: Look, group: dict[str, Any], most: int) -> str:
     return f"{most - group['calls']} calls of others wait for {_position(one, group)}"
 
 
+def jobs(looks: list[Look]) -> list[list[Look]]:
+    """Return the processes of each job: those that make calls together, directly or through others.
+
+    A process without calls that all ranks make is with the others of its command.
+    """
+    found: list[tuple[set[Any], list[Look]]] = []
+    for one in looks:
+        marks = {group["key"] for group in one.counted["groups"] if group["size"] > 0} or {one.command}
+        same = [job for job in found if job[0] & marks]
+        found = [job for job in found if not job[0] & marks]
+        found.append((marks.union(*(job[0] for job in same)), [*(o for job in same for o in job[1]), one]))
+    ordered = ([one for one in looks if one in members] for _, members in found)
+    return sorted(ordered, key=lambda members: min(one.pid for one in members))
+
+
 def _screen(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
+    return [part for job in jobs(looks) for part in _job(before, job, console)]
+
+
+def _job(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
+    """Return what is printed of one job: its processes, what they do, and who waits in it."""
     earlier = {one.pid: one for one in before}
     tables = [_process_table(looks), _rate_table(earlier, looks), _peer_table(earlier, looks)]
     parts: list[Any] = [part for table in tables if len(table) for part in table.parts(console.width)]
     waiting_lines = waits(looks, before)
-    return (
-        [*parts, *(Text(printable(line), "bold red") for line in waiting_lines)]
-        if waiting_lines
-        else [*parts, Text("Nobody waits for long.")]
-    )
+    said = [Text(printable(line), "bold red") for line in waiting_lines] or [Text("Nobody waits for long.")]
+    return [*parts, *said, Text()]
 
 
 def _process_table(looks: list[Look]) -> Table:
     names = ("device", "what it does", "process", "command")
+    size = max((_main_group(one).get("size", 0) for one in looks), default=0)
+    here = f"{len(looks)} of {size} ranks on this host" if size else f"{len(looks)} processes"
     table = Table(
-        "Processes", [Column("rank", is_key=True, is_number=True), *(Column(name) for name in names)]
+        f"Job: {looks[0].command}, {here}",
+        [Column("rank", is_key=True, is_number=True), *(Column(name) for name in names)],
     )
     for one in looks:
         group = _main_group(one)
@@ -224,15 +251,16 @@ def _process_table(looks: list[Look]) -> Table:
 
 def _rate_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
     keys = [Column("operation", is_key=True, is_whole=True), Column("transport", is_key=True)]
-    heads = ("calls / s", "MB / s", "mean us", "errors")
-    table = Table("Operations of all ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
-    for (operation, transport), (calls, num_bytes, seconds, errors) in _rates(
-        earlier, looks, "operations", ("operation", "transport"), ("calls", "bytes", "seconds", "errors")
+    heads = ("calls / s", "MB / s", "mean us", "of it waiting us", "errors")
+    table = Table("Operations of all its ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
+    fields = ("calls", "bytes", "seconds", "wait_seconds", "errors")
+    for (operation, transport), (calls, num_bytes, *seconds, errors) in _rates(
+        earlier, looks, "operations", ("operation", "transport"), fields
     ):
         if calls or errors:
-            mean_us = f"{seconds / calls * 1e6:,.1f}" if calls else "-"
+            mean_us = [f"{part / calls * 1e6:,.1f}" if calls else "-" for part in seconds]
             table.add(
-                operation, transport, f"{calls:,.0f}", f"{num_bytes / 1e6:,.1f}", mean_us, f"{errors:,.0f}"
+                operation, transport, f"{calls:,.0f}", f"{num_bytes / 1e6:,.1f}", *mean_us, f"{errors:,.0f}"
             )
     return table
 
@@ -240,7 +268,7 @@ def _rate_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
 def _peer_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
     keys = [Column("to peer", is_key=True), Column("transport", is_key=True)]
     heads = ("messages / s", "MB / s", "retries / s", "faults / s")
-    table = Table("Peers, from all ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
+    table = Table("Peers, from all its ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
     for (peer, transport), values in _rates(
         earlier, looks, "peers", ("peer", "transport"), ("messages", "bytes", "retries", "faults")
     ):
@@ -328,4 +356,4 @@ def _command(process: Path) -> str:
     return " ".join(os.path.basename(word.decode(errors="replace")) for word in words[:4]).strip()
 
 
-__all__ = ["Look", "look", "waits"]
+__all__ = ["Look", "jobs", "look", "waits"]

@@ -66,10 +66,22 @@ def test_root_installs_what_is_missing_and_says_so_first(tmp_path: Path) -> None
 
 def test_nothing_is_asked_where_all_is_there(tmp_path: Path) -> None:
     path = bare(tmp_path / "bin")
+    (path / "ldconfig").unlink()
+    program(path, "ldconfig", "echo libfabric.so.1")
     for name in ("make", "g++", "python3"):
         program(path, name, 'case "$*" in *dumpversion*) echo 13 ;; esac; exit 0')
     ran = packages("build", path, WEFT_CXX=str(path / "g++"))
     assert ran.stdout == "packages: everything for 'build' is installed\n"
+
+
+def test_the_demo_asks_for_what_the_readmes_examples_need(tmp_path: Path) -> None:
+    path = bare(tmp_path / "bin")
+    (path / "ldconfig").unlink()
+    program(path, "ldconfig", "true")
+    said = packages("build", path).stdout
+    assert "missing: libfabric: transfers" in said and " libfabric1" in said.partition("to install: ")[2], (
+        said
+    )
 
 
 def test_what_the_system_does_not_package_is_not_asked_for(tmp_path: Path) -> None:

@@ -865,3 +865,13 @@ def check_too_few_worst_tokens(rank: Rank, case: MoeCase) -> None:
 
 def test_more_rows_than_worst_tokens_is_reported(pair: RankPool) -> None:
     pair.run(check_too_few_worst_tokens, MoeCase((9, 9), 64, 3, 8, empty_share=0))
+
+
+def _names_each_place_once(rank: Rank) -> None:
+    buffer = weft.Buffer(rank.group, 1 << 20, device="cpu")
+    with pytest.raises(weft.Error, match=r"^topk_idx: got int64\[4, 2\] on meta, allowed: a tensor on cpu$"):
+        buffer.get_dispatch_layout(torch.zeros(4, 2, dtype=torch.int64, device="meta"), 4)
+
+
+def test_a_tensor_elsewhere_is_refused_by_where_it_may_be() -> None:
+    run_ranks(1, _names_each_place_once, with_gpus=False)

@@ -91,7 +91,7 @@ class BufferContexts:
 
     def _places(self) -> str:
         """Return where tensors may be, for messages: each place once."""
-        return "a tensor on the CPU" if self.device.type == "cpu" else f"a tensor on {self.device} or the CPU"
+        return "a tensor on cpu" if self.device.type == "cpu" else f"a tensor on {self.device} or cpu"
 
     def keep(self, signature: Hashable, plan: _Plan) -> _Plan:
         """Return the plan; calls of that signature find it in ``plans``. An empty one is of no other call."""

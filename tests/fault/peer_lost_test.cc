@@ -27,6 +27,12 @@ double seconds_of(const std::function<void()>& call) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Ends the process of `rank` when nobody needs it any more for the calls that all have made.
+void end_when_all_are_here(Bootstrap& boot, int rank) {
+  ASSERT_TRUE(boot.all_gather("", Deadline::after_s(60)).ok());
+  if (boot.rank() == rank) _exit(0);
+}
+
 TEST(PeerLost, BootstrapNamesTheRankThatNeverComes) {
   run_thread_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
     ASSERT_TRUE(boot->all_gather("", Deadline::after_s(60)).ok());  // the others are not late
@@ -53,7 +59,7 @@ TEST(PeerLost, WindowCreationNamesTheRankThatStalls) {
 TEST(PeerLost, ADeadProcessIsNoticedLongBeforeTheDeadline) {
   run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
     const auto comm = *Communicator::create(boot, kHost, 60);
-    if (boot->rank() == 2) _exit(0);
+    end_when_all_are_here(*boot, 2);
     Status status;
     EXPECT_LT(seconds_of([&] { status = Window::create(comm, 4096).status(); }), 30);
     EXPECT_EQ(status.code(), Code::kPeerLost);
@@ -66,7 +72,7 @@ TEST(PeerLost, AProcessThatDiesBeforeGrowingLeavesTheWindowAsItWas) {
   run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
     const auto comm = *Communicator::create(boot, kHost, 60);
     auto window = std::move(*Window::create(comm, 4096));
-    if (boot->rank() == 0) _exit(0);
+    end_when_all_are_here(*boot, 0);
     const Status status = window->grow(1 << 20);
     EXPECT_EQ(status.code(), Code::kPeerLost);
     EXPECT_THAT(status.message(), AllOf(HasSubstr("window.grow"), HasSubstr("rank 0 (pid "),
@@ -80,7 +86,7 @@ TEST(PeerLost, ABarrierNamesTheRankThatIsGoneAndTheOneThatStalls) {
   run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
     const auto comm = *Communicator::create(boot, kHost, 60);
     ASSERT_TRUE(comm->barrier().ok());
-    if (boot->rank() == 1) _exit(0);
+    end_when_all_are_here(*boot, 1);
     Status status;
     EXPECT_LT(seconds_of([&] { status = comm->barrier(); }), 30);
     EXPECT_EQ(status.code(), Code::kPeerLost);

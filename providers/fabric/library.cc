@@ -35,7 +35,9 @@ std::string file_of(const void* function, const std::string& otherwise) {
 Result<Library> open_at(const std::string& path) {
   const KeptSignals kept;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!handle) return Status::make(Code::kUnsupported, "libfabric: {} (package libfabric1)", dlerror());
+  if (!handle)
+    return Status::make(Code::kUnsupported,
+                        "libfabric: {} (Debian's package libfabric1 or PyPI's mpich brings one)", dlerror());
   Library library;
   // Unversioned look-ups would find whatever layout the library likes best.
   const bool is_complete = find(handle, "fi_getinfo", "FABRIC_1.3", library.getinfo) &&
@@ -45,10 +47,12 @@ Result<Library> open_at(const std::string& path) {
                            find(handle, "fi_strerror", "FABRIC_1.0", library.strerror) &&
                            find(handle, "fi_version", "FABRIC_1.0", library.version);
   if (!is_complete)
-    return Status::make(Code::kUnsupported, "libfabric: {} lacks FABRIC_1.3, allowed: release 1.14 or newer",
-                        path);
+    return Status::make(
+        Code::kUnsupported,
+        "libfabric: {} lacks FABRIC_1.3, allowed: release 1.14 or newer (PyPI's mpich brings 2)", path);
   if (library.version() < kApiVersion)
-    return Status::make(Code::kUnsupported, "libfabric: {} is release {}, allowed: 1.14 or newer", path,
+    return Status::make(Code::kUnsupported,
+                        "libfabric: {} is release {}, allowed: 1.14 or newer (PyPI's mpich brings 2)", path,
                         version_text(library));
   library.handle = handle;
   library.path = file_of(reinterpret_cast<const void*>(library.version), path);

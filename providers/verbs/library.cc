@@ -22,7 +22,8 @@ std::string gid_type_from_sysfs(const std::string& device, int port, int index) 
 Result<Library> open_once() {
   const std::string path = config().libibverbs.empty() ? "libibverbs.so.1" : config().libibverbs;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!handle) return Status::make(Code::kUnsupported, "libibverbs: {} (package libibverbs1)", dlerror());
+  if (!handle)
+    return Status::make(Code::kUnsupported, "libibverbs: {} (Debian's package libibverbs1)", dlerror());
   Library library;
   std::string missing;
   auto find = [&](auto& function, const char* symbol, const char* version, bool is_needed = true) {

@@ -41,7 +41,8 @@ void find_devx(Library& library, Find find, std::string& missing) {
 
 Result<Library> open_once() {
   void* handle = dlopen("libmlx5.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (!handle) return Status::make(Code::kUnsupported, "libmlx5: {} (package ibverbs-providers)", dlerror());
+  if (!handle)
+    return Status::make(Code::kUnsupported, "libmlx5: {} (Debian's package ibverbs-providers)", dlerror());
   Library library;
   std::string missing;
   const auto find = [&](auto& function, const char* symbol, const char* version) {

@@ -227,7 +227,7 @@ CallTally::UnderWay CallTally::begin(TallyOperation& operation, const CallFacts&
     group_->calls.store(record.group_call, std::memory_order_release);
   }
   record.number.store(number, std::memory_order_release);
-  return {number, record.began_ns, facts.bytes, facts.is_of_all_ranks};
+  return {number, record.began_ns, facts.bytes, facts.is_of_all_ranks, waited_for_peers_ns};
 }
 
 void CallTally::end(TallyOperation& operation, const UnderWay& call, bool is_ok) {
@@ -235,6 +235,10 @@ void CallTally::end(TallyOperation& operation, const UnderWay& call, bool is_ok)
   count_up(operation.calls, 1);
   count_up(operation.bytes, call.bytes);
   add_time(operation, now - call.began_ns);
+  if (const uint64_t waited_ns = waited_for_peers_ns - call.waited_before_ns; waited_ns > 0) {
+    count_up(operation.waits, 1);
+    count_up(operation.waited_ns, waited_ns);
+  }
   if (!is_ok) count_up(operation.errors, 1);
   if (call.is_of_all_ranks) group_->ended_ns.store(now, std::memory_order_release);
   TallyCall& record = page_.calls[call.number % TallyPage::kCalls];

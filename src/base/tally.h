@@ -40,7 +40,7 @@ struct TallyOperation {
   char name[32];       // "all_reduce"
   char transport[32];  // "mapped", "mapped+proxy", "fabric:tcp"
   Count calls, bytes, errors, busy_ns;
-  Count waits, waited_ns;  // of the host, for peers, where it can tell them from work
+  Count waits, waited_ns;  // of the host, for peers: calls with a wait in them, and how long
   Count took[kTallyBuckets];
 };
 
@@ -94,6 +94,9 @@ inline uint64_t tally_now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
+
+// How long this thread has waited for peers so far, in kernels on the CPU: what a call adds to it is its waiting.
+inline thread_local uint64_t waited_for_peers_ns = 0;
 
 // Notes how long something took: of a call, or of a transfer from submission to its end.
 inline void add_time(TallyOperation& to, uint64_t ns) {
@@ -198,6 +201,7 @@ class CallTally {
   struct UnderWay {
     uint64_t number, began_ns, bytes;
     bool is_of_all_ranks;
+    uint64_t waited_before_ns;  // of this thread
   };
   UnderWay begin(TallyOperation& operation, const CallFacts& facts);
   void end(TallyOperation& operation, const UnderWay& call, bool is_ok);

@@ -15,6 +15,7 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "base/tally.h"
 #include "kernels/target/host.h"
 
 namespace weft {
@@ -25,8 +26,14 @@ constexpr size_t kSharedAlignment = 128;
 // One launch, as its threads see it.
 struct Work {
   const std::function<void()>* body;
-  std::atomic<uint32_t> running;  // workers that have not finished
+  std::atomic<uint32_t> running;       // workers that have not finished
+  std::atomic<uint64_t> waited_ns{0};  // of the one that waited longest
 
+  void note_wait(uint64_t ns) {
+    uint64_t longest = waited_ns.load(std::memory_order_relaxed);
+    while (ns > longest && !waited_ns.compare_exchange_weak(longest, ns, std::memory_order_relaxed)) {
+    }
+  }
   void finish_one() {
     // The caller may destroy this object as soon as it sees 0, so the last worker must not touch it
     // afterwards: the caller polls instead of being notified.
@@ -49,8 +56,11 @@ class Worker {
       work_.wait(nullptr, std::memory_order_acquire);
       Work* work = work_.load(std::memory_order_acquire);
       if (!work) continue;
+      uint64_t waited_ns = 0;
       host_thread = place_;
+      host_thread.waited_ns = &waited_ns;
       (*work->body)();
+      work->note_wait(waited_ns);
       work_.store(nullptr, std::memory_order_relaxed);
       when_idle(this);
       work->finish_one();
@@ -191,10 +201,14 @@ Status run_on_host(const HostGrid& grid, const std::function<void()>& body) {
   Work work{&body, static_cast<uint32_t>(workers.size())};
   for (uint32_t i = 0; i < workers.size(); ++i) workers[i]->give(&work, blocks.place(i + 1));
   const HostThread outer = std::exchange(host_thread, blocks.place(0));
+  uint64_t waited_ns = 0;
+  host_thread.waited_ns = &waited_ns;
   body();
   host_thread = outer;
+  work.note_wait(waited_ns);
   // No deadline: the workers use this frame, and the kernel's own waits are bounded.
   for (unsigned polls = 0; work.running.load(std::memory_order_acquire) != 0; ++polls) back_off(polls);
+  waited_for_peers_ns += work.waited_ns.load(std::memory_order_relaxed);
   return Status();
 }
 

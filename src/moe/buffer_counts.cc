@@ -123,8 +123,7 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
     return !awake.passed();
   };
   const bool came = wait_until(Deadline::after_s(2 * timeout_s_), is_there, stays_awake);
-  count_up(notifies_.waits, 1);
-  count_up(notifies_.waited_ns, tally_now_ns() - since_ns);
+  if (!comm_->device().is_host()) waited_for_peers_ns += tally_now_ns() - since_ns;  // else the kernel has
   WEFT_TRY(fault());
   if (!came)
     return logged(Status::make(Code::kPeerLost,

@@ -47,6 +47,7 @@ struct HostThread {
   std::byte* shared = nullptr;      // the block's shared memory, 128-byte aligned
   BlockBarrier* barrier = nullptr;  // null where the block has one thread
   HostHelp help;
+  uint64_t* waited_ns = nullptr;  // what loops that wait add their pauses to; null: nobody asks
 };
 inline thread_local HostThread host_thread;
 

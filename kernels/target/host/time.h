@@ -33,7 +33,7 @@ inline constexpr uint32_t kLooksPerCheck = 64, kFirstCheck = 0;
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields
 // soon; and there may be more busy processes than cores, who would be given a whole time slice for every
 // yield, so it then sleeps: who sleeps is woken before those.
-inline void pause(uint32_t polls) {
+inline void pause_once(uint32_t polls) {
   if (host_thread.help.once && host_thread.help.once(host_thread.help.what)) return;
   if (polls < 16) return;
   if (polls < 128) {
@@ -42,6 +42,12 @@ inline void pause(uint32_t polls) {
   }
   const timespec nap{0, 20'000};
   nanosleep(&nap, nullptr);
+}
+inline void pause(uint32_t polls) {
+  if (!host_thread.waited_ns || (polls < 16 && !host_thread.help.once)) return pause_once(polls);
+  const uint64_t since_ns = now_ns();
+  pause_once(polls);
+  *host_thread.waited_ns += now_ns() - since_ns;
 }
 // The same for a word in shared memory.
 inline void pause_near(uint32_t polls) {

@@ -3,6 +3,7 @@
 
     counts = weft.metrics()
     counts.operations[0]["calls"], counts.peers[0]["bytes"]
+    print(counts)                                     # as tables
     print(counts.prometheus())                        # needs prometheus_client
     prometheus_client.REGISTRY.register(weft.runtime.metrics.Collector())     # beside a program's own
 
@@ -14,14 +15,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from weft import _core
-from weft.errors import Error
+from weft.errors import NotInstalled
 
 _log = logging.getLogger("weft.metrics")
 _PORTS = 64  # tried after WEFT_METRICS_PORT, so that every process of a host finds one
-_MISSING = "prometheus_client is not installed, allowed: after pip install prometheus_client"
 _server: Any = None
 _rank: int | None = None
 
@@ -36,7 +37,7 @@ class Metrics:
             ``bytes``: of payload, as far as the host knows. ``errors``: calls that failed.
             ``seconds``: of the host. On the CPU that is the whole call, on a GPU the time until it is enqueued. For
             transfers it is the time from submission to the end.
-            ``waits``, ``wait_seconds``: of the host for peers, where it can tell.
+            ``waits``, ``wait_seconds``: calls in which the host waited for peers, and for how much of ``seconds``.
             ``took``: calls by time; see ``bounds``.
         peers: a dict for each peer and transport: ``peer``, ``transport``, ``messages``, ``bytes``, ``retries`` (paths
             that were left for another), ``faults`` (given up).
@@ -55,6 +56,43 @@ class Metrics:
         registry.register(Collector(self))
         return str(client.generate_latest(registry).decode())
 
+    def __str__(self) -> str:
+        """Return a table of what was called and a table of the peers, without those that had nothing to do."""
+        from rich.console import Console
+
+        from weft.runtime.tables import WIDTH
+
+        out = StringIO()
+        for table in self._tables():
+            if len(table):
+                table.print(Console(file=out, width=WIDTH))
+        return out.getvalue().rstrip() or "nothing was counted yet"
+
+    def _tables(self) -> tuple[Any, Any]:
+        from weft.runtime.tables import Column, Table, size_text
+
+        who = "" if self.rank is None else f", rank {self.rank}"
+        keys = [Column("operation", is_key=True, is_whole=True), Column("transport", is_key=True)]
+        heads = ("calls", "bytes", "us each", "of it waiting us", "errors")
+        calls = Table(f"Calls{who}", [*keys, *(Column(head, is_number=True) for head in heads)])
+        for row in self.operations:
+            if row["calls"] or row["errors"]:
+                each, waiting = (f"{us:,.1f}" for us in _us_each(row))
+                calls.add(
+                    *(row["operation"], row["transport"], f"{row['calls']:,}", size_text(row["bytes"])),
+                    *(each, waiting, str(row["errors"])),
+                )
+        keys = [Column("peer", is_key=True), Column("transport", is_key=True)]
+        of_peers = ("messages", "bytes", "retries", "faults")
+        peers = Table(f"Peers{who}", [*keys, *(Column(head, is_number=True) for head in of_peers)])
+        for row in self.peers:
+            if row["messages"] or row["faults"]:
+                peers.add(
+                    *(row["peer"], row["transport"], f"{row['messages']:,}", size_text(row["bytes"])),
+                    *(str(row["retries"]), str(row["faults"])),
+                )
+        return calls, peers
+
     def lines(self) -> list[str]:
         """Return a line of the log for each operation and peer that had something to do."""
         from weft.runtime.tables import size_text
@@ -63,17 +101,23 @@ class Metrics:
         found = []
         for row in self.operations:
             if row["calls"]:
-                each_us = row["seconds"] / row["calls"] * 1e6
+                each_us, waiting_us = _us_each(row)
                 line = f"{who}{row['operation']} over {row['transport']}: {row['calls']} calls, "
                 line += (
-                    f"{size_text(row['bytes'])}, {each_us:.1f} us of the host each, {row['errors']} errors"
+                    f"{size_text(row['bytes'])}, {each_us:.1f} us each, {waiting_us:.1f} us of it waiting, "
                 )
-                found.append(line)
+                found.append(f"{line}{row['errors']} errors")
         for row in self.peers:
             if row["messages"] or row["faults"]:
                 line = f"{who}peer {row['peer']} over {row['transport']}: {size_text(row['bytes'])} sent"
                 found.append(f"{line}, {row['retries']} retries, {row['faults']} faults")
         return found
+
+
+def _us_each(row: dict[str, Any]) -> tuple[float, float]:
+    """Return how long a call took on the host, and how much of that it waited for peers, in microseconds."""
+    calls = max(row["calls"], 1)
+    return row["seconds"] / calls * 1e6, row["wait_seconds"] / calls * 1e6
 
 
 _BOUNDS = tuple(1024 * 2**bit / 1e9 for bit in range(23))
@@ -157,15 +201,15 @@ def _client() -> Any:
     try:
         import prometheus_client
     except ModuleNotFoundError as error:
-        raise Error(f"metrics: {_MISSING}", "unsupported") from error
+        raise NotInstalled("metrics().prometheus()", "prometheus_client") from error
     return prometheus_client
 
 
 def _serve(host: str, first: int) -> Any:
     try:
         client = _client()
-    except Error:
-        _log.warning("WEFT_METRICS_PORT: %s", _MISSING)
+    except NotInstalled:
+        _log.warning("%s", NotInstalled("WEFT_METRICS_PORT", "prometheus_client"))
         return False
     registry = client.CollectorRegistry()
     registry.register(Collector())

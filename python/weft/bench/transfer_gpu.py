@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     rows = run_job(measure, plan, num_ranks=lambda: 2, deadline_s=DEADLINE_S)
     if rows is None:
         return 0
-    report = Report("weft bench transfer-gpu", ("way", "gb_s", "driver_gb_s"), wide=args.wide)
+    columns = ("way", "gb_s", "driver_gb_s")
+    report = Report("weft bench transfer-gpu", columns, wide=args.wide, names_rows=columns[:1])
     for row in rows:
         report.add(row)
     report.note(f"write: {WINDOW} under way, us of one; driver: as many copies back to back in one process")

@@ -269,7 +269,7 @@ def test_a_lost_peer_is_counted_and_leaves_a_record(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert "faults [1]" in said[0]
     last = pickle.loads((tmp_path / "lost_0").read_bytes())["entries"][-1]
     assert last["collective_seq_id"] == 2

@@ -110,6 +110,18 @@ def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:
     assert "provider loopback" in ran.stdout
 
 
+def test_an_engine_over_a_provider_that_is_unusable_names_the_package_and_those_that_work(
+    tmp_path: Path,
+) -> None:
+    script = "from weft.transfer import TransferEngine; TransferEngine('fabric:tcp')"
+    ran = run_program([WEFT[0], "-c", script], tmp_path, more={"WEFT_LIBFABRIC": "/nowhere/libfabric.so.1"})
+    assert ran.returncode == 1
+    said = ran.stderr.splitlines()[-1]
+    assert "got fabric:tcp (unusable here: libfabric: /nowhere/libfabric.so.1: cannot open" in said
+    assert "Debian's package libfabric1 or PyPI's mpich" in said
+    assert "allowed: one that is usable here: " in said and "loopback" in said.rpartition(":")[2]
+
+
 # ---- open ports
 
 OPENS = """

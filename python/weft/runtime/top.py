@@ -228,7 +228,8 @@ def _job(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
 def _process_table(looks: list[Look]) -> Table:
     names = ("device", "what it does", "process", "command")
     size = max((_main_group(one).get("size", 0) for one in looks), default=0)
-    here = f"{len(looks)} of {size} ranks on this host" if size else f"{len(looks)} processes"
+    alone = "1 process" if len(looks) == 1 else f"{len(looks)} processes"
+    here = f"{len(looks)} of {size} ranks on this host" if size else alone
     table = Table(
         f"Job: {looks[0].command}, {here}",
         [Column("rank", is_key=True, is_number=True), *(Column(name) for name in names)],

@@ -55,9 +55,8 @@ def usable_nics(argument: str, provider: str, core_provider: Any) -> list[str]:
     if not usable:
         whys = "; ".join(dict.fromkeys(nic["unusable_because"] for nic in probed))
         here = [name for name in provider_names() if any(nic.is_usable for nic in nics(name))]
-        raise invalid(
-            argument, f"{provider} (unusable here: {whys})", f"{', '.join(here)}, which are usable here"
-        )
+        allowed = f"one that is usable here: {', '.join(here)}"
+        raise invalid(argument, f"{provider} (unusable here: {whys})", allowed)
     return usable
 
 

@@ -21,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "base/status.h"
 
 namespace weft::provider {
@@ -192,6 +193,10 @@ class Provider {
   // Every NIC, usable or not. Never fails: a missing library is one unusable entry that says so.
   virtual std::vector<Nic> probe() = 0;
   virtual Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions& options) = 0;
+  Status check_owner() const { return owner_.check("provider"); }
+
+ private:
+  const OwnerProcess owner_;
 };
 
 // The providers of this process by name: "loopback", "fabric:tcp", "fabric:shm", "fabric:efa",

@@ -38,6 +38,11 @@ const std::vector<Maker>& makers() {
 // "loopback:seed=7,reorder=0.3" is the loopback with these faults: for tests of what finds its provider by a name.
 constexpr std::string_view kFaulty = "loopback:";
 
+struct MadeProviders {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Provider>> by_name;
+};
+
 bool has_usable_nic(Provider& provider) {
   for (const Nic& nic : provider.probe())
     if (nic.usable()) return true;
@@ -53,8 +58,8 @@ std::vector<std::string> provider_names() {
 }
 
 Result<std::shared_ptr<Provider>> find_provider(const std::string& name) {
-  static std::mutex mutex;
-  static std::map<std::string, std::shared_ptr<Provider>> made;
+  static OnePerProcess<MadeProviders> of_processes;
+  auto& [mutex, made] = of_processes.get();
   std::lock_guard lock(mutex);
   std::string allowed = "auto";
   if (name.starts_with(kFaulty)) {

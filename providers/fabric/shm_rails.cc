@@ -2,6 +2,7 @@
 #include "providers/fabric/shm_rails.h"
 
 #include "base/log.h"
+#include "base/owner_process.h"
 
 namespace weft::provider {
 namespace {
@@ -17,8 +18,8 @@ void close_parts(const fi::Library& library, const std::string& nic, const RailP
 }
 
 ShmRails& ShmRails::of_process() {
-  static auto* const rails = new ShmRails;  // engines may outlive static objects
-  return *rails;
+  static OnePerProcess<ShmRails> rails;
+  return rails.get();
 }
 
 void ShmRails::opened() {

@@ -120,31 +120,23 @@ bool is_stopped(int process) {
   return !fields.empty() && (fields[0] == "T" || fields[0] == "t");
 }
 
-// One per process: a forked child makes its own, as its parent's thread is not there and its lock may be
-// held.
 std::shared_ptr<ProcessWatch> ProcessWatch::shared() {
   struct Shared {
-    pid_t owner;
     std::mutex mutex;
     std::weak_ptr<ProcessWatch> watch;
   };
-  static std::atomic<Shared*> current{nullptr};
-  Shared* ours = current.load();
-  while (!ours || ours->owner != getpid()) {
-    auto fresh = std::make_unique<Shared>();
-    fresh->owner = getpid();
-    if (current.compare_exchange_strong(ours, fresh.get())) ours = fresh.release();
-  }
-  std::lock_guard lock(ours->mutex);
-  std::shared_ptr<ProcessWatch> watch = ours->watch.lock();
+  static OnePerProcess<Shared> one;
+  Shared& ours = one.get();
+  std::lock_guard lock(ours.mutex);
+  std::shared_ptr<ProcessWatch> watch = ours.watch.lock();
   if (!watch) {
     watch.reset(new ProcessWatch);
-    ours->watch = watch;
+    ours.watch = watch;
   }
   return watch;
 }
 
-ProcessWatch::ProcessWatch() : owner_(getpid()), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+ProcessWatch::ProcessWatch() : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);

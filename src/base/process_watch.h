@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "base/file_descriptor.h"
+#include "base/owner_process.h"
 
 namespace weft {
 
@@ -63,9 +64,9 @@ class ProcessWatch {
   ProcessWatch();
   void run();
   void wake() const;
-  bool is_of_this_process() const { return owner_ == getpid(); }
+  bool is_of_this_process() const { return owner_.is_this(); }
 
-  const pid_t owner_;
+  const OwnerProcess owner_;
   FileDescriptor wake_;
   std::mutex mutex_;
   std::map<uint64_t, Watched> watched_;

@@ -5,7 +5,8 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <mutex>
+
+#include "base/owner_process.h"
 
 namespace weft {
 
@@ -23,15 +24,11 @@ uint64_t random_key() {
 }
 
 uint64_t process_key() {
-  static std::mutex mutex;
-  static pid_t owner = 0;
-  static uint64_t key = 0;
-  std::lock_guard lock(mutex);
-  if (owner != getpid()) {  // first use, or a forked child that inherited its parent's key
-    owner = getpid();
-    key = random_key();
-  }
-  return key;
+  struct Key {
+    const uint64_t value = random_key();
+  };
+  static OnePerProcess<Key> keys;
+  return keys.get().value;
 }
 
 }  // namespace weft

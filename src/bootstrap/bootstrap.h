@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/owner_process.h"
 #include "base/status.h"
 
 namespace weft {
@@ -27,6 +28,15 @@ class Bootstrap {
   // equally often. Errors: kPeerLost when ranks stay away past `until`, naming them; kSystem when the way
   // itself fails.
   virtual Result<std::vector<std::string>> all_gather(const std::string& mine, Deadline until) = 0;
+
+  // kInvalid in a forked child: its parent is the rank.
+  Status check_owner() const { return owner_.check("bootstrap"); }
+
+ protected:
+  bool is_of_this_process() const { return owner_.is_this(); }
+
+ private:
+  const OwnerProcess owner_;
 };
 
 // Bootstraps of `ranks` ranks that are threads of this process, in rank order. Each is to be used by one

@@ -33,21 +33,12 @@ constexpr double kEnding_s =
 // The notes of this process, for process_ends(). Never destroyed: ranks may end after everything else.
 struct OwnNotes {
   std::mutex mutex;
-  pid_t owner = 0;
   std::set<std::atomic<uint32_t>*> states;
   bool process_ends = false;
-
-  // A forked child has a copy of its parent's, and none of its ranks.
-  void begin() {
-    if (owner == getpid()) return;
-    owner = getpid();
-    states.clear();
-    process_ends = false;
-  }
 };
 OwnNotes& own_notes() {
-  static auto* notes = new OwnNotes;
-  return *notes;
+  static OnePerProcess<OwnNotes> notes;
+  return notes.get();
 }
 
 }  // namespace
@@ -78,7 +69,6 @@ Result<std::unique_ptr<PeerWatch>> PeerWatch::open(int rank) {
   gethostname(note->host, sizeof(note->host) - 1);
   OwnNotes& notes = own_notes();
   std::lock_guard lock(notes.mutex);
-  notes.begin();
   notes.states.insert(&note->state);
   return watch;
 }
@@ -89,7 +79,6 @@ PeerWatch::~PeerWatch() {
     if (peer.process.is_open()) processes_->remove(peer.watched);
   OwnNotes& notes = own_notes();
   std::lock_guard lock(notes.mutex);
-  notes.begin();
   auto* note = reinterpret_cast<Note*>(own_.data());
   notes.states.erase(&note->state);
   // Whoever is destroyed because the process ends has left only if the process ends well.
@@ -99,14 +88,8 @@ PeerWatch::~PeerWatch() {
 void PeerWatch::process_ends() {
   OwnNotes& notes = own_notes();
   std::lock_guard lock(notes.mutex);
-  notes.begin();
   notes.process_ends = true;
   for (std::atomic<uint32_t>* state : notes.states) state->store(Note::kExits, std::memory_order_release);
-}
-
-// A forked child has this object too, but neither its rank nor its threads.
-bool PeerWatch::is_of_this_process() const {
-  return reinterpret_cast<const Note*>(own_.data())->pid == getpid();
 }
 
 Status PeerWatch::meet(ParcelExchange& parcels, const std::vector<bool>& is_other_process, Deadline until) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/owner_process.h"
 #include "base/process_watch.h"
 #include "base/shared_memory.h"
 #include "base/status.h"
@@ -109,7 +110,7 @@ class PeerWatch {
 
   explicit PeerWatch(int rank) : rank_(rank) {}
   Note* note_of(int peer) const;
-  bool is_of_this_process() const;
+  bool is_of_this_process() const { return owner_.is_this(); }
   bool has_left(int peer) const;
   bool is_over_now(int peer) const;
   void say_to(int peer, uint8_t what, bool is_so);
@@ -121,6 +122,7 @@ class PeerWatch {
   std::string fate_locked(int peer) const;
 
   const int rank_;
+  const OwnerProcess owner_;  // a forked child has neither the rank nor the threads
   SharedMemory own_;
   std::shared_ptr<ProcessWatch> processes_;
   std::vector<Peer> peers_;

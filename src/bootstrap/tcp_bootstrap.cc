@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/owner_process.h"
 #include "bootstrap/frame.h"
 #include "bootstrap/meeting.h"
 
@@ -33,8 +34,8 @@ struct OwnMeetings {
   std::set<TcpBootstrap*> all;
 };
 OwnMeetings& own_meetings() {
-  static auto* meetings = new OwnMeetings;
-  return *meetings;
+  static OnePerProcess<OwnMeetings> meetings;
+  return meetings.get();
 }
 
 // One rank's connection, which a thread of its own listens to.
@@ -43,7 +44,6 @@ class TcpBootstrap : public MeetingBootstrap {
   TcpBootstrap(int rank, int size, FileDescriptor socket)
       : rank_(rank),
         size_(size),
-        owner_(getpid()),
         socket_(std::move(socket)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         inbox_(kMaxFrameBytes * static_cast<uint64_t>(size)) {
@@ -67,7 +67,7 @@ class TcpBootstrap : public MeetingBootstrap {
       std::lock_guard lock(own_meetings().mutex);
       own_meetings().all.erase(this);
     }
-    if (owner_ != getpid()) {  // a forked child: neither the rank nor the thread is its own
+    if (!is_of_this_process()) {  // neither the rank nor the thread is its own
       (void)thread_.release();
       return;
     }
@@ -176,7 +176,7 @@ class TcpBootstrap : public MeetingBootstrap {
 
   // Says that nothing is to be expected of this rank any more, and waits until the others know.
   void leave() {
-    if (owner_ != getpid()) return;
+    if (!is_of_this_process()) return;
     std::unique_lock lock(mutex_);
     if (is_over_ || std::exchange(is_leaving_, true)) return;
     lock.unlock();
@@ -275,7 +275,6 @@ class TcpBootstrap : public MeetingBootstrap {
 
   static constexpr int kHost = 0;
   const int rank_, size_;
-  const pid_t owner_;
   const Silence silence_;
   FileDescriptor socket_, wake_;
   Inbox inbox_;  // of the thread

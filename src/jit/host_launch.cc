@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/host_launch.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <ctime>
 #include <deque>
@@ -15,6 +13,7 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "base/owner_process.h"
 #include "base/tally.h"
 #include "kernels/target/host.h"
 
@@ -109,20 +108,8 @@ class WorkerPool {
 // The pool of this process. Workers do not survive a fork, so a child starts with an empty one; pools are
 // never freed, since their threads may outlive static destruction.
 WorkerPool& pool() {
-  struct Owned {
-    pid_t process;
-    WorkerPool* pool;
-  };
-  static std::atomic<Owned*> current{nullptr};
-  Owned* known = current.load(std::memory_order_acquire);
-  const pid_t process = getpid();
-  while (!known || known->process != process) {
-    auto* fresh = new Owned{process, new WorkerPool};
-    if (current.compare_exchange_strong(known, fresh, std::memory_order_acq_rel)) return *fresh->pool;
-    delete fresh->pool;
-    delete fresh;
-  }
-  return *known->pool;
+  static OnePerProcess<WorkerPool> pools;
+  return pools.get();
 }
 
 // Shared memory and barriers of the blocks of one launch.

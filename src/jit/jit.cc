@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/jit.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <functional>
 #include <future>
@@ -17,6 +15,7 @@
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "base/owner_process.h"
 #include "jit/compile.h"
 #include "jit/host_compile.h"
 #include "jit/host_kernels.h"
@@ -53,7 +52,7 @@ struct Build {
   Status status;
   std::promise<void> finished;
   std::shared_future<void> is_done = finished.get_future().share();
-  const pid_t process = getpid();  // a fork has the record, but not the thread
+  const OwnerProcess owner;  // a fork has the record, but not the thread
 };
 
 }  // namespace
@@ -64,7 +63,7 @@ struct Jit::Impl {
   // The build for a key, and whether the caller is to run it. Under `mutex`.
   std::pair<std::shared_ptr<Build>, bool> build_of(const KernelKey& key) {
     std::shared_ptr<Build>& known = builds[key];
-    const bool is_mine = !known || known->process != getpid();
+    const bool is_mine = !known || !known->owner.is_this();
     if (is_mine) known = std::make_shared<Build>(key);
     return {known, is_mine};
   }
@@ -215,22 +214,22 @@ class Preparers {
 
   void start(std::function<void()> work) {
     std::lock_guard lock(mutex_);
-    threads_.emplace_back(getpid(), std::thread(std::move(work)));
+    threads_.emplace_back(OwnerProcess(), std::thread(std::move(work)));
   }
 
   void finish() {
-    std::vector<std::pair<pid_t, std::thread>> threads;
+    std::vector<std::pair<OwnerProcess, std::thread>> threads;
     {
       std::lock_guard lock(mutex_);
       threads.swap(threads_);
     }
     // After a fork the threads are the parent's.
-    for (auto& [process, thread] : threads) process == getpid() ? thread.join() : thread.detach();
+    for (auto& [owner, thread] : threads) owner.is_this() ? thread.join() : thread.detach();
   }
 
  private:
   std::mutex mutex_;
-  std::vector<std::pair<pid_t, std::thread>> threads_;
+  std::vector<std::pair<OwnerProcess, std::thread>> threads_;
 };
 
 std::atomic<bool> has_preparers{false};

@@ -65,6 +65,12 @@ void bind_base(nb::module_& module) {
       .def_prop_ro("was_killed", &NamedProcess::was_killed)
       .def_prop_ro("who", &NamedProcess::who)
       .def_prop_ro("fate", &NamedProcess::fate);
+  nb::class_<OwnerProcess>(module, "OwnerProcess", "The process that made it.")
+      .def(nb::init<>())
+      .def_prop_ro("is_this", &OwnerProcess::is_this)
+      .def(
+          "check", [](const OwnerProcess& self, const std::string& what) { check(self.check(what.c_str())); },
+          "what"_a, "Raises in a child that was forked from it: `what` is refused.");
   module.def("config_reload", [] {
     config_reload();
     check(config_status());

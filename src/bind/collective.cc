@@ -58,6 +58,7 @@ struct PlannedCalls {
   Planned planned;
 
   void run(uint64_t input, uint64_t output, uint64_t stream) const {
+    check(runner->check_owner());
     nb::gil_scoped_release no_gil;
     check(runner->run(planned, pointer(input), pointer(output), pointer(stream)));
   }
@@ -80,19 +81,19 @@ void bind_collective(nb::module_& module) {
         return program_source(text);
       },
       "blocks"_a, "steps"_a, "waits"_a, "The source of a program's own kernel: a KernelKey's prelude.");
-  nb::class_<CollectiveRunner>(module, "CollectiveRunner")
+  OwnedClass<CollectiveRunner>(module, "CollectiveRunner")
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint32_t channels, uint64_t simple_slot_bytes,
              uint64_t ll_slot_bytes, double timeout_s, uint64_t direct_bytes) {
             nb::gil_scoped_release no_gil;
-            return value_or_throw(CollectiveRunner::create(
+            return owned_or_throw(CollectiveRunner::create(
                 std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s, direct_bytes}));
           },
           "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0,
           "timeout_s"_a = 0.0, "direct_bytes"_a = 0)
-      .def_prop_ro("channels", &CollectiveRunner::channels)
-      .def_prop_ro("ring_slots", [](const CollectiveRunner&) { return kRingSlots; })
+      .def_fact("channels", &CollectiveRunner::channels)
+      .def_fact("ring_slots", [](const CollectiveRunner&) { return kRingSlots; })
       .def(
           "payload_bytes",
           [](const CollectiveRunner& self, uint32_t protocol) {

@@ -128,6 +128,7 @@ class DispatchForm {
  private:
   Dispatched dispatched(Routes& routes, uint64_t worst_rows, uint64_t most_tokens, uint32_t num_sms,
                         const Order& order, nb::handle reclaim) const {
+    check(by().core().check_owner());
     const auto place = [&](size_t i) { return pointer<int32_t>(address_of(routes.places[i])); };
     const RoutePlaces places{place(0), place(1), place(2), pointer<int32_t>(address_of(routes.sum_place))};
     const NotifyTensors counts{pointer<uint8_t>(address_of(routes.token_in_rank)),

@@ -2,7 +2,8 @@
 //
 // weft._core.Ring and weft._core.Engram: messages between neighbours, and reads of a spread table, of a
 // MoeBuffer.
-#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 
 #include "bind/bind.h"
 #include "moe/engram.h"
@@ -13,7 +14,7 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-void def_message(nb::class_<Ring>& into, const char* name, Status (Ring::*move)(const RingCall&)) {
+void def_message(OwnedClass<Ring>& into, const char* name, Status (Ring::*move)(const RingCall&)) {
   into.def(
       name,
       [move](Ring& self, uint64_t data, uint64_t bytes, uint32_t peer, uint32_t num_sms, uint64_t stream) {
@@ -28,18 +29,25 @@ void def_message(nb::class_<Ring>& into, const char* name, Status (Ring::*move)(
 }  // namespace
 
 void bind_elastic(nb::module_& module) {
-  nb::class_<Ring> ring(module, "Ring");
+  OwnedClass<Ring> ring(module, "Ring");
   ring.def_static(
       "create",
       [](MoeBuffer& buffer, uint64_t max_bytes, uint32_t in_flight) {
-        return value_or_throw(without_gil([&] { return Ring::create(buffer, max_bytes, in_flight); }));
+        check(buffer.check_owner());
+        return owned_or_throw(without_gil([&] { return Ring::create(buffer, max_bytes, in_flight); }));
       },
       nb::arg("buffer"), nb::arg("max_bytes"), nb::arg("in_flight"), nb::keep_alive<0, 1>());
   def_message(ring, "send", &Ring::send);
   def_message(ring, "receive", &Ring::receive);
 
-  nb::class_<Engram>(module, "Engram")
-      .def(nb::init<MoeBuffer&>(), nb::arg("buffer"), nb::keep_alive<1, 2>())
+  OwnedClass<Engram>(module, "Engram")
+      .def_static(
+          "create",
+          [](MoeBuffer& buffer) {
+            check(buffer.check_owner());
+            return ended_by_owner(std::make_unique<Engram>(buffer));
+          },
+          nb::arg("buffer"), nb::keep_alive<0, 1>())
       .def(
           "resize",
           [](Engram& self, uint64_t entries_per_rank, uint64_t row_bytes, const std::string& type) {
@@ -54,8 +62,8 @@ void bind_elastic(nb::module_& module) {
                            nb::borrow(self));
           },
           "uint8[entries * bytes]: this rank's entries.")
-      .def_prop_ro("entries_per_rank", &Engram::entries_per_rank)
-      .def_prop_ro("row_bytes", &Engram::row_bytes)
+      .def_fact("entries_per_rank", &Engram::entries_per_rank)
+      .def_fact("row_bytes", &Engram::row_bytes)
       .def(
           "fetch",
           [](Engram& self, uint64_t indices, uint32_t id_bytes, uint64_t count, uint64_t out,

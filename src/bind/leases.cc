@@ -64,7 +64,7 @@ PieceLease::PieceLease(nb::object pieces, nb::object owner, uint64_t offset, nb:
 
 PieceLease::~PieceLease() {
   unless_it_raises("a piece of a window that goes back", [this] {
-    if (!is_ending()) pieces_.attr("take_back")(offset_, home_, recorded);
+    if (!is_ending() && maker_.is_this()) pieces_.attr("take_back")(offset_, home_, recorded);
   });
 }
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "base/owner_process.h"
+
 namespace weft {
 
 // One piece that is out. It goes back, to pieces.take_back(offset, home, recorded), when none of its shares is left.
@@ -22,6 +24,7 @@ class PieceLease {
   nanobind::dict recorded;  // streams that record_stream() named, by their numbers
 
  private:
+  const OwnerProcess maker_;
   nanobind::object pieces_, owner_;
   uint64_t offset_;
   nanobind::object home_;

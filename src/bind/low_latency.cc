@@ -3,6 +3,7 @@
 // weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
 // trip into the core: low_latency_whole.cc makes its results as well.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include "base/cuda_driver.h"
@@ -122,18 +123,20 @@ void bind_low_latency(nb::module_& module) {
   module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("word_bytes"),
              nb::arg("has_ports") = false);
 
-  nb::class_<LowLatency>(module, "LowLatency")
-      .def(
-          "__init__",
-          [](LowLatency* self, MoeBuffer& buffer, bool may_mask) {
-            new (self) LowLatency(buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(),
-                                  buffer.limits(),
-                                  {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.silent(),
-                                   buffer.trace(), buffer.gave_up()},
-                                  buffer.low_latency_terms());
+  OwnedClass<LowLatency>(module, "LowLatency")
+      .def_static(
+          "create",
+          [](MoeBuffer& buffer, bool may_mask) {
+            check(buffer.check_owner());
+            const LowLatencyWaits waits{buffer.fault_box(), buffer.timeout_s(), may_mask,
+                                        buffer.silent(),    buffer.trace(),     buffer.gave_up()};
+            auto made = std::make_unique<LowLatency>(buffer.window(), buffer.low_latency_begin(),
+                                                     buffer.low_latency_end(), buffer.limits(), waits,
+                                                     buffer.low_latency_terms());
             if (may_mask) buffer.outlive_peers();
+            return ended_by_owner(std::move(made));
           },
-          nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
+          nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<0, 1>())
       .def(
           "sends_once_per_node",
           [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
@@ -175,7 +178,7 @@ void bind_low_latency(nb::module_& module) {
             return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
           nb::arg("form"), nb::keep_alive<0, 1>())
-      .def_prop_ro("calls", &LowLatency::calls)
+      .def_fact("calls", &LowLatency::calls)
       .def("note_unreceived", &LowLatency::note_unreceived, nb::arg("number"), nb::arg("receive"))
       .def("note_received", &LowLatency::note_received, nb::arg("number"))
       .def_prop_ro("late_receive",

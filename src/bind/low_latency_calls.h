@@ -44,6 +44,7 @@ class FormCalls {
 
   // Both phases, after what `after` has got, on `stream` or, where they join `after`, there.
   void run(const Memory& memory, void* stream, void* after, bool joins) const {
+    check(mode_->check_owner());
     nanobind::gil_scoped_release released;
     check(check_ids(memory));
     check(mode_->send_up_to());
@@ -53,6 +54,7 @@ class FormCalls {
   }
 
   Sent send(const Memory& memory, void* stream) const {
+    check(mode_->check_owner());
     nanobind::gil_scoped_release released;
     check(check_ids(memory));
     check(mode_->send_up_to());
@@ -95,6 +97,7 @@ class FormCalls {
     return is_captured;
   }
   void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) const {
+    check(mode_->check_owner());
     const bool is_captured = value_or_throw(mode_->begin_phase(stream));
     check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
     check(mode_->end_phase(stream, is_captured));

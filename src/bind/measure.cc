@@ -56,11 +56,11 @@ WindowArray floor_part(nb::handle_t<ExchangeFloor> self, const std::string& name
 }
 
 void bind_floor(nb::module_& module) {
-  nb::class_<ExchangeFloor>(module, "ExchangeFloor")
+  OwnedClass<ExchangeFloor>(module, "ExchangeFloor")
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t bytes) {
-            return without_gil([&] { return value_or_throw(ExchangeFloor::create(std::move(comm), bytes)); });
+            return without_gil([&] { return owned_or_throw(ExchangeFloor::create(std::move(comm), bytes)); });
           },
           "communicator"_a, "bytes"_a)
       .def(
@@ -84,11 +84,11 @@ void bind_floor(nb::module_& module) {
 
 void bind_measure(nb::module_& module) {
   bind_floor(module);
-  nb::class_<ChannelLoop>(module, "ChannelLoop")
+  OwnedClass<ChannelLoop>(module, "ChannelLoop")
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t bytes) {
-            return without_gil([&] { return value_or_throw(ChannelLoop::create(std::move(comm), bytes)); });
+            return without_gil([&] { return owned_or_throw(ChannelLoop::create(std::move(comm), bytes)); });
           },
           "communicator"_a, "bytes"_a)
       .def_prop_ro("added", [](const ChannelLoop& loop) { return value_or_throw(loop.added()); })

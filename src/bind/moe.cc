@@ -46,6 +46,7 @@ class LayoutForm {
     args.counts = pointer<int32_t>(address_of(made[0]));
     args.token_in_rank = pointer<uint8_t>(address_of(made[2]));
     args.sum_place = pointer<int32_t>(sum_place);
+    check(buffer_->check_owner());
     check(without_gil([&] { return buffer_->layout(args, pointer<void>(stream)); }));
     return nb::make_tuple(made[0], made[1], made[2]);
   }
@@ -71,6 +72,7 @@ class CombineForm {
   nb::object run(TensorAddress x, TensorAddress topk_weights, uint32_t top_k, TensorAddress slot,
                  TensorAddress bias0, TensorAddress bias1, TensorAddress combined_weights,
                  const DispatchHandle& handle, uint32_t num_sms, const Order& order) {
+    check(buffer_->check_owner());
     nb::object combined = sums_of(handle.tokens)()[0];
     const CombineTensors tensors{pointer<std::byte>(x),
                                  pointer<float>(topk_weights),
@@ -138,20 +140,20 @@ void bind_moe(nb::module_& module) {
   bind_forms(module);
   bind_received(module);
   bind_dispatch_form(module);
-  nb::class_<MoeBuffer> buffer(module, "MoeBuffer");
+  OwnedClass<MoeBuffer> buffer(module, "MoeBuffer");
   buffer
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes,
              double timeout_s, bool each_alone) {
-            return value_or_throw(without_gil([&] {
+            return owned_or_throw(without_gil([&] {
               return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s, each_alone});
             }));
           },
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
           nb::arg("each_alone") = false)
-      .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
-      .def_prop_ro("planned_combine_sms", &MoeBuffer::planned_combine_sms)
+      .def_fact("planned_sms", &MoeBuffer::planned_sms)
+      .def_fact("planned_combine_sms", &MoeBuffer::planned_combine_sms)
       .def(
           "layout_form",
           [](MoeBuffer& self, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,
@@ -185,11 +187,11 @@ void bind_moe(nb::module_& module) {
             check(without_gil([&] { return self.make_room_for(format, rows, staging_rows); }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
-      .def_prop_ro("islands", &MoeBuffer::islands)
+      .def_fact("islands", &MoeBuffer::islands)
       .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"), nb::arg("is_ordered"))
-      .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
+      .def_fact("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
-      .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)
+      .def_fact("largest_piece_bytes", &MoeBuffer::largest_piece)
       .def("give_back_after",
            [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
              return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));
@@ -203,10 +205,10 @@ void bind_moe(nb::module_& module) {
                            self.trace_bytes(), std::move(owner));
           },
           nb::arg("owner"))
-      .def_prop_ro("trace_bytes", &MoeBuffer::trace_bytes)
-      .def_prop_ro("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
-      .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)
-      .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
+      .def_fact("trace_bytes", &MoeBuffer::trace_bytes)
+      .def_fact("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
+      .def_fact("low_latency_begin", &MoeBuffer::low_latency_begin)
+      .def_fact("low_latency_end", &MoeBuffer::low_latency_end);
   module.def(
       "worst_case_bytes",
       [](const RowFormat& format, uint64_t rows, uint64_t staging_rows) {

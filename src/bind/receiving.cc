@@ -162,6 +162,7 @@ void bind_received(nb::module_& module) {
             SentRows sent{std::move(x), std::move(scales), std::move(topk_idx), std::move(topk_weights),
                           has_global_scale};
             MoeBuffer& core = nb::cast<Receiving&>(self).core();
+            check(core.check_owner());
             const DispatchCall call{sent.tensors(), format,  handle,          keep_weights,
                                     true,           num_sms, order_of(order), more_room_by(reclaim)};
             const Received received = value_or_throw(without_gil([&] { return core.dispatch(call); }));

@@ -168,9 +168,9 @@ nb::dict to_dict(const Interface& interface) {
 void bind_communicator(nb::module_& module) {
   module.def("meeting_interface",
              [] { return to_dict(value_or_throw(choose_interface(config().interface))); });
-  nb::class_<Bootstrap>(module, "Bootstrap")
-      .def_prop_ro("rank", &Bootstrap::rank)
-      .def_prop_ro("size", &Bootstrap::size)
+  OwnedClass<Bootstrap>(module, "Bootstrap")
+      .def_fact("rank", &Bootstrap::rank)
+      .def_fact("size", &Bootstrap::size)
       .def(
           "all_gather",
           [](Bootstrap& bootstrap, nb::bytes mine, double timeout_s) {
@@ -187,21 +187,21 @@ void bind_communicator(nb::module_& module) {
           "data"_a, "timeout_s"_a);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&PeerWatch::process_ends));
   module.def("thread_bootstraps", &thread_bootstraps, "ranks"_a);
-  nb::class_<Communicator>(module, "Communicator")
+  OwnedClass<Communicator>(module, "Communicator")
       .def_static("create", &create_communicator, "bootstrap"_a, "device"_a = "cpu", "timeout_s"_a = 0.0,
                   "transport"_a = "")
-      .def_prop_ro("rank", &Communicator::rank)
-      .def_prop_ro("size", &Communicator::size)
-      .def_prop_ro("timeout_s", &Communicator::timeout_s)
-      .def_prop_ro("why_not_all_mapped", &Communicator::why_not_all_mapped)
-      .def_prop_ro("device", [](const Communicator& comm) { return text("{}", comm.device()); })
-      .def_prop_ro("sharing", [](const Communicator& comm) { return text("{}", comm.sharing()); })
-      .def_prop_ro("facts",
-                   [](const Communicator& comm) {
-                     nb::list list;
-                     for (const RankFacts& facts : comm.facts()) list.append(to_dict(facts));
-                     return list;
-                   })
+      .def_fact("rank", &Communicator::rank)
+      .def_fact("size", &Communicator::size)
+      .def_fact("timeout_s", &Communicator::timeout_s)
+      .def_fact("why_not_all_mapped", &Communicator::why_not_all_mapped)
+      .def_fact("device", [](const Communicator& comm) { return text("{}", comm.device()); })
+      .def_fact("sharing", [](const Communicator& comm) { return text("{}", comm.sharing()); })
+      .def_fact("facts",
+                [](const Communicator& comm) {
+                  nb::list list;
+                  for (const RankFacts& facts : comm.facts()) list.append(to_dict(facts));
+                  return list;
+                })
       .def("transport_to",
            [](const Communicator& comm, int peer) -> nb::object {
              if (peer < 0 || peer >= comm.size())
@@ -235,15 +235,15 @@ Status check_range(const Window& window, int rank, uint64_t offset, uint64_t byt
 }
 
 void bind_window(nb::module_& module) {
-  nb::class_<Window>(module, "Window")
+  OwnedClass<Window>(module, "Window")
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t bytes) {
             nb::gil_scoped_release no_gil;
-            return value_or_throw(Window::create(std::move(comm), bytes));
+            return owned_or_throw(Window::create(std::move(comm), bytes));
           },
           "communicator"_a, "bytes"_a)
-      .def_prop_ro("bytes", &Window::bytes)
+      .def_fact("bytes", &Window::bytes)
       .def("base",
            [](const Window& window, int rank) {
              check(check_range(window, rank, 0, 0));
@@ -261,8 +261,8 @@ void bind_window(nb::module_& module) {
                 device.is_host() ? nb::device::cpu::value : nb::device::cuda::value, device.ordinal);
           },
           "rank"_a, "offset"_a, "bytes"_a, nb::rv_policy::reference)
-      .def_prop_ro("table", [](const Window& window) { return reinterpret_cast<uintptr_t>(window.table()); })
-      .def_prop_ro("communicator", [](const Window& window) { return window.communicator(); })
+      .def_fact("table", [](const Window& window) { return reinterpret_cast<uintptr_t>(window.table()); })
+      .def_fact("communicator", [](const Window& window) { return window.communicator(); })
       .def(
           "grow",
           [](Window& window, uint64_t at_least_bytes) {

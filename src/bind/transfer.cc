@@ -125,38 +125,38 @@ Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t w
 }
 
 void bind_handles(nb::module_& module) {
-  nb::class_<Memory>(module, "TransferMemory")
-      .def_prop_ro("id", &Memory::id)  // of its registration, unique in the engine
-      .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uint64_t>(m.data()); })
-      .def_prop_ro("bytes", &Memory::bytes)
+  OwnedClass<Memory>(module, "TransferMemory")
+      .def_fact("id", &Memory::id)  // of its registration, unique in the engine
+      .def_fact("address", [](const Memory& m) { return reinterpret_cast<uint64_t>(m.data()); })
+      .def_fact("bytes", &Memory::bytes)
       .def_prop_ro("is_registered", &Memory::is_registered)
-      .def_prop_ro("path", [](const Memory& memory) { return to_string(memory.path().path); })
-      .def_prop_ro("path_reason", [](const Memory& memory) { return memory.path().reason; })
-      .def_prop_ro("access", &Memory::access);
-  nb::class_<Peer>(module, "TransferPeer")
-      .def_prop_ro("name", &Peer::name)
-      .def_prop_ro("id", &Peer::id)
+      .def_fact("path", [](const Memory& memory) { return to_string(memory.path().path); })
+      .def_fact("path_reason", [](const Memory& memory) { return memory.path().reason; })
+      .def_fact("access", &Memory::access);
+  OwnedClass<Peer>(module, "TransferPeer")
+      .def_fact("name", &Peer::name)
+      .def_fact("id", &Peer::id)
       .def_prop_ro("state", [](const Peer& p) { return to_string(p.state()); })
       .def_prop_ro("is_alive", &Peer::is_alive)
-      .def_prop_ro("rails", &Peer::rails)
+      .def_fact("rails", &Peer::rails)
       .def_prop_ro("why", [](const Peer& p) { return p.why().message(); });
-  nb::class_<Remote>(module, "TransferRemote")
-      .def_prop_ro("bytes", &Remote::bytes)
-      .def_prop_ro("access", &Remote::access)
-      .def_prop_ro("peer", &Remote::peer)
-      .def_prop_ro("is_staged", &Remote::is_staged)
+  OwnedClass<Remote>(module, "TransferRemote")
+      .def_fact("bytes", &Remote::bytes)
+      .def_fact("access", &Remote::access)
+      .def_fact("peer", &Remote::peer)
+      .def_fact("is_staged", &Remote::is_staged)
       .def_prop_ro("is_revoked", &Remote::is_revoked);
-  nb::class_<Counter>(module, "TransferCounter")
-      .def(nb::new_([] { return std::make_shared<Counter>(); }))
+  OwnedClass<Counter>(module, "TransferCounter")
+      .def_new([] { return std::make_shared<Counter>(); })
       .def_prop_ro("finished", &Counter::finished)
       .def_prop_ro("failed", &Counter::failed)
       .def_prop_ro("first_failure", [](const Counter& c) { return outcome(c.first_failure()); });
-  nb::class_<ImmCounter>(module, "TransferImmCounter")
+  OwnedClass<ImmCounter>(module, "TransferImmCounter")
       .def_prop_ro("value", &ImmCounter::value)
-      .def_prop_ro("id", &ImmCounter::id);
-  nb::class_<Transfer>(module, "Transfer")
+      .def_fact("id", &ImmCounter::id);
+  OwnedClass<Transfer>(module, "Transfer")
       .def_prop_ro("phase", [](const Transfer& t) { return to_string(t.phase()); })
-      .def_prop_ro("kind", [](const Transfer& t) { return to_string(t.kind()); })
+      .def_fact("kind", [](const Transfer& t) { return to_string(t.kind()); })
       .def_prop_ro("is_finished", &Transfer::is_finished)
       .def_prop_ro("bytes", &Transfer::bytes)
       .def_prop_ro("peer", &Transfer::peer)
@@ -207,10 +207,11 @@ void bind_providers(nb::module_& module) {
   });
 }
 
-std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const std::vector<std::string>& nics,
+std::shared_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const std::vector<std::string>& nics,
                                     const std::string& name, double timeout_s, double heartbeat_s,
                                     double peer_dead_s, bool has_worker, int worker_cpu,
                                     uint64_t shard_bytes_min, const std::optional<nb::bytes>& secret) {
+  check(provider->check_owner());
   Options options;
   if (secret) options.secret.assign(secret->c_str(), secret->size());
   options.provider = provider;
@@ -221,7 +222,7 @@ std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const st
   options.has_worker = has_worker;
   options.worker_cpu = worker_cpu;
   options.shard_bytes_min = shard_bytes_min;
-  return value_or_throw(released([&]() -> Result<std::unique_ptr<Engine>> {
+  return owned_or_throw(released([&]() -> Result<std::unique_ptr<Engine>> {
     const std::vector<Nic> all = provider->probe();
     for (const std::string& wanted : nics) {
       bool is_found = false;
@@ -242,15 +243,15 @@ std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const st
 
 void bind_engine(nb::module_& module) {
   using Handle = std::shared_ptr<Transfer>;
-  nb::class_<Engine>(module, "TransferEngine")
-      .def_prop_ro("name", &Engine::name)
+  OwnedClass<Engine>(module, "TransferEngine")
+      .def_fact("name", &Engine::name)
       .def_prop_ro("address", [](const Engine& e) { return to_python(e.address()); })
-      .def_prop_ro("nics",
-                   [](const Engine& e) {
-                     nb::list nics;
-                     for (const provider::Rail* rail : e.rails()) nics.append(nic_dict(rail->nic()));
-                     return nics;
-                   })
+      .def_fact("nics",
+                [](const Engine& e) {
+                  nb::list nics;
+                  for (const provider::Rail* rail : e.rails()) nics.append(nic_dict(rail->nic()));
+                  return nics;
+                })
       .def("expected_imms",
            [](const Engine& e, uint64_t pages, uint64_t bytes, uint32_t sender_rails) {
              RailPlan plan = e.rail_plan();
@@ -379,16 +380,18 @@ void bind_engine(nb::module_& module) {
 }
 
 void bind_watcher(nb::module_& module) {
-  nb::class_<Watch>(module, "TransferWatch")
+  OwnedClass<Watch>(module, "TransferWatch")
       .def_prop_ro("address", [](const Watch& w) { return reinterpret_cast<uint64_t>(w.address()); })
       .def_prop_ro("is_active", &Watch::is_active)
       .def("store", [](const Watch& w, uint64_t value) {  // what a kernel does, from the host
         std::atomic_ref<uint64_t>(*w.address()).store(value, std::memory_order_release);
       });
-  nb::class_<Watcher>(module, "TransferWatcher")
-      .def(nb::new_(
-               [](int device, int cpu) { return std::make_unique<Watcher>(Watcher::Options{device, cpu}); }),
-           "device"_a, "cpu"_a)
+  OwnedClass<Watcher>(module, "TransferWatcher")
+      .def_new(
+          [](int device, int cpu) {
+            return ended_by_owner(std::make_unique<Watcher>(Watcher::Options{device, cpu}));
+          },
+          "device"_a, "cpu"_a)
       .def("watch",
            [](Watcher& watcher, nb::object callback) {
              auto call = [callable = keep(std::move(callback))](uint64_t was, uint64_t is) {
@@ -414,6 +417,7 @@ void bind_loops(nb::module_& module) {
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
                 const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
                 uint32_t repeats, int64_t rail, double timeout_s) {
+               check(e.check_owner());
                const Load load = to_load(kind, bytes, count, window, pool, repeats, rail);
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
@@ -423,12 +427,14 @@ void bind_loops(nb::module_& module) {
                                   const std::shared_ptr<Memory>& memory,
                                   const std::shared_ptr<Remote>& remote, Answered& answered,
                                   double timeout_s) {
+    check(e.check_owner());
     check(released([&] { return serve(e, peer, memory, remote, answered, Deadline::after_s(timeout_s)); }));
   });
   module.def("transfer_stop_serving", [](Engine& e, const std::shared_ptr<Peer>& peer, double timeout_s) {
+    check(e.check_owner());
     check(released([&] { return stop_serving(e, peer, Deadline::after_s(timeout_s)); }));
   });
-  nb::class_<RawLoop>(module, "TransferRawLoop")
+  OwnedClass<RawLoop>(module, "TransferRawLoop")
       .def_prop_ro("address", [](const RawLoop& raw) { return to_python(raw.address()); })
       .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
       .def(
@@ -450,7 +456,8 @@ void bind_loops(nb::module_& module) {
       });
   module.def("transfer_raw_loop",
              [](Provider& provider, const std::string& nic_name, uint64_t address, uint64_t bytes) {
-               return value_or_throw(released([&]() -> Result<std::unique_ptr<RawLoop>> {
+               check(provider.check_owner());
+               return owned_or_throw(released([&]() -> Result<std::unique_ptr<RawLoop>> {
                  for (const Nic& nic : provider.probe())
                    if (nic.name == nic_name && nic.usable())
                      return RawLoop::open(provider, nic, reinterpret_cast<void*>(address), bytes);

@@ -156,6 +156,7 @@ class CollectiveRunner {
   // What one message of a protocol carries at most.
   uint64_t payload_bytes(Protocol protocol) const { return slot_payload_bytes(rings_, protocol); }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+  Status check_owner() const { return comm_->check_owner("collectives"); }
 
  private:
   // What a run sends to a peer, in chunks or bytes.

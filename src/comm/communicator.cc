@@ -124,7 +124,8 @@ Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Boots
                                                            Device device, double timeout_s,
                                                            std::string_view transport) {
   WEFT_TRY(logged(config_status()));
-  auto comm = std::shared_ptr<Communicator>(new Communicator);
+  WEFT_TRY(bootstrap->check_owner());
+  auto comm = ended_by_owner(std::unique_ptr<Communicator>(new Communicator));
   comm->rank_ = bootstrap->rank();
   comm->bootstrap_ = std::move(bootstrap);
   comm->timeout_s_ = std::min(timeout_s > 0 ? timeout_s : config().timeout_s, kLongestWait_s);
@@ -363,6 +364,7 @@ Communicator::~Communicator() {
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.
 Status Communicator::barrier() {
+  WEFT_TRY(check_owner());
   if (!port_pair_.empty()) return lost_in("barrier", bootstrap().all_gather("", deadline()).status());
   parcels_->begin_call();
   return parcels_->all_gather({}, "barrier", deadline()).status();
@@ -424,6 +426,7 @@ Result<std::vector<std::vector<uint64_t>>> Communicator::show(std::string_view o
 
 // Every rank's bytes, by rank: over the sockets of mapped ranks, or over the bootstrap where not all are.
 Result<std::vector<std::string>> Communicator::show_all(std::string_view operation, const std::string& mine) {
+  WEFT_TRY(check_owner());
   if (!port_pair_.empty()) {
     Result<std::vector<std::string>> all = bootstrap().all_gather(mine, deadline());
     if (!all.ok()) return lost_in(operation, all.status());

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/device.h"
+#include "base/owner_process.h"
 #include "base/status.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/parcel_exchange.h"
@@ -47,6 +48,8 @@ class Communicator {
   // Over the meeting of the nodes, where there is one: a rank that is lost ends the exchange at once.
   Bootstrap& bootstrap() { return meeting_ ? *meeting_ : *bootstrap_; }
   ~Communicator();
+  // kInvalid in a forked child, for this communicator and what is made of it.
+  Status check_owner(const char* what = "communicator") const { return owner_.check(what); }
   // Who makes the calls of an object of this communicator, for its CallTally.
   TallyCaller tally_caller() const;
 
@@ -127,6 +130,7 @@ class Communicator {
   Status try_device_memory();
   Result<std::vector<std::string>> show_all(std::string_view operation, const std::string& mine);
 
+  const OwnerProcess owner_;
   std::shared_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<ParcelExchange> parcels_;
   std::unique_ptr<PeerWatch> peers_;

@@ -91,6 +91,7 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 }  // namespace
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
+  WEFT_TRY(comm->check_owner());
   auto window = std::unique_ptr<Window>(new Window(std::move(comm)));
   WEFT_TRY(window->change_size(bytes, "window.create"));
   window->comm_->add_window(window->number_, window->local(), window->bytes(), window->table());

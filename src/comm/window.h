@@ -34,6 +34,7 @@ class Window {
   static Result<std::unique_ptr<Window>> create(std::shared_ptr<Communicator> comm, uint64_t bytes);
   ~Window();
 
+  Status check_owner() const { return comm_->check_owner("window"); }
   uint64_t bytes() const { return bytes_; }
   // Among the windows of its communicator, the same on all ranks.
   int number() const { return number_; }

@@ -35,6 +35,7 @@ class ChannelLoop {
   Result<std::vector<double>> run(const ChannelLoad& load);
 
   const Window& window() const { return *window_; }
+  Status check_owner() const { return window_->check_owner(); }
   uint64_t src_at() const { return header_bytes(); }
   uint64_t dst_at() const { return header_bytes() + room(); }
   uint64_t room() const;           // bytes that may be sent, and received

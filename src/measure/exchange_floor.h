@@ -37,6 +37,7 @@ class ExchangeFloor {
   Status check() const;
 
   const Window& window() const { return *window_; }
+  Status check_owner() const { return window_->check_owner(); }
   uint64_t most_bytes() const { return most_bytes_; }
   uint64_t most_line_bytes() const;  // of bytes that go as lines
   uint32_t most_blocks() const { return most_blocks_; }

@@ -56,6 +56,7 @@ class RawLoop {
   static Result<std::unique_ptr<RawLoop>> open(provider::Provider& provider, const provider::Nic& nic,
                                                void* data, uint64_t bytes);
   ~RawLoop();
+  Status check_owner() const { return owner_.check("loop"); }
   std::string address() const;  // bytes for connect() of the other side
   Status connect(std::string_view address);
   // `beside`: the same other side as an engine knows it; the loop ends when that is lost.
@@ -66,6 +67,7 @@ class RawLoop {
  private:
   struct Impl;
   explicit RawLoop(std::unique_ptr<Impl> impl);
+  const OwnerProcess owner_;
   std::unique_ptr<Impl> impl_;
 };
 

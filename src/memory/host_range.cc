@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Windows in host memory: anonymous files (memfd), one per segment, mapped into reserved addresses. For GPUs
-// every mapping is pinned, too: kernels then use the same addresses.
+// every mapping is pinned, too: kernels then use the same addresses. A forked child gets a private copy of each in its place:
+// what it writes there, no rank sees.
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -10,9 +12,11 @@
 #include <cerrno>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "base/owner_process.h"
 #include "base/random.h"
 #include "memory/huge_pages.h"
 #include "memory/range.h"
@@ -20,14 +24,17 @@
 namespace weft {
 namespace {
 
+class HostRange;
+
 struct Names {
   std::mutex mutex;
   std::map<uint64_t, std::weak_ptr<MappedRange>> ranges;
+  std::set<const HostRange*> all;
 };
 
 Names& names() {
-  static Names* once = new Names;  // never destroyed: ranges may live longer than static objects
-  return *once;
+  static OnePerProcess<Names> once;
+  return once.get();
 }
 
 // Sets addresses aside: the wanted bytes, or the half, a quarter, ... where limits (RLIMIT_AS, sanitizers)
@@ -77,11 +84,15 @@ class HostRange : public MappedRange {
         base_(base_in(addresses)),
         reserved_(reserved),
         device_(device),
-        name_(random_key()) {}
+        name_(random_key()) {
+    std::lock_guard lock(names().mutex);
+    names().all.insert(this);
+  }
   ~HostRange() override {
     {
       std::lock_guard lock(names().mutex);
       names().ranges.erase(name_);
+      names().all.erase(this);
     }
     unpin_to(0);
     munmap(addresses_, reserved_ + kHugePageBytes);
@@ -126,13 +137,29 @@ class HostRange : public MappedRange {
     mmap(base_ + bytes, bytes_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
          -1, 0);
     bytes_ = bytes;
+    while (!segments_.empty() && segments_.back().begin >= bytes) segments_.pop_back();
+  }
+
+  // In a forked child, where nothing can be reported: it has what the ranks see now, and keeps what it writes to itself.
+  void become_private() const {
+    for (const Segment& segment : segments_)
+      (void)mmap(base_ + segment.begin, segment.bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.file.get(), segment.offset);
   }
 
  private:
+  struct Segment {
+    uint64_t begin, bytes;
+    off_t offset;  // in its file
+    FileDescriptor file;
+  };
+
   Status map(int fd, uint64_t bytes) {
-    if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
-             static_cast<off_t>(gap())) == MAP_FAILED)
+    Segment segment{bytes_, bytes, static_cast<off_t>(gap()), FileDescriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0))};
+    if (!segment.file.is_open() || mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                                        fd, segment.offset) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
+    segments_.push_back(std::move(segment));
     if (!device_.is_host()) {
       WEFT_TRY(logged(pin(device_.ordinal, base_ + bytes_, bytes)));
       pinned_.push_back(bytes_);
@@ -156,13 +183,31 @@ class HostRange : public MappedRange {
   const Device device_;      // whose kernels use it, too
   const uint64_t name_;
   uint64_t bytes_ = 0;
+  std::vector<Segment> segments_;
   std::vector<uint64_t> pinned_;  // where each pinned segment begins
   WindowHugePages huge_pages_;
 };
 
+// Has windows become private in every child that is forked from now on.
+void watch_forks() {
+  static Names* forking = nullptr;  // the ranges of the process that forks
+  static const int watched = pthread_atfork(
+      [] {
+        forking = &names();
+        forking->mutex.lock();
+      },
+      [] { forking->mutex.unlock(); },
+      [] {
+        for (const HostRange* range : forking->all) range->become_private();
+        forking->mutex.unlock();
+      });
+  (void)watched;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options) {
+  watch_forks();
   WEFT_TRY_ASSIGN(const auto addresses, reserve(options.reserve_bytes, options.least_bytes));
   auto range = std::make_shared<HostRange>(addresses.first, addresses.second, options.device);
   std::lock_guard lock(names().mutex);

@@ -222,6 +222,7 @@ class MoeBuffer {
   // A rank that dies is no fault from now on: low-latency calls leave out who stays silent.
   void outlive_peers() { on_death_ = {}; }
 
+  Status check_owner() const { return comm_->check_owner("buffer"); }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
   Window& window() { return *window_; }
   uint64_t low_latency_begin() const { return low_latency_begin_; }

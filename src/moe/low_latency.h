@@ -157,6 +157,7 @@ class LowLatency {
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
              const LowLatencyWaits& waits, LowLatencyTerms terms);
 
+  Status check_owner() const { return comm_->check_owner("buffer"); }
   // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
   Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
   Result<PlannedCombine> plan(const LowLatencyCombineForm& form) const;

@@ -43,6 +43,8 @@ class Ring {
                                  [&] { return run(call, false); });
   }
 
+  Status check_owner() const { return window_->communicator()->check_owner("buffer"); }
+
  private:
   Ring(MoeBuffer& buffer, std::unique_ptr<Window> window, const NeighbourPlan& plan, uint64_t max_bytes,
        uint32_t in_flight)

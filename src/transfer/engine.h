@@ -112,6 +112,7 @@ class Engine {
   static Result<std::unique_ptr<Engine>> open(Options options);
   ~Engine();
 
+  Status check_owner() const { return owner_.check("engine"); }
   const std::string& name() const;
   std::string address() const;
   std::vector<const provider::Rail*> rails() const;
@@ -194,6 +195,7 @@ class Engine {
   Result<std::shared_ptr<Transfer>> signal(const std::shared_ptr<Peer>& peer, ImmClass kind, How how);
   Result<std::shared_ptr<ImmCounter>> counter(const std::shared_ptr<Peer>& peer, ImmClass kind, uint32_t id);
   explicit Engine(std::unique_ptr<Core> core);
+  const OwnerProcess owner_;
   std::unique_ptr<Core> core_;
 };
 

@@ -2,7 +2,8 @@
 //
 // What users of the transfer engine hold: registered memory, attached remote memory, peers, transfers,
 // counters. All are shared pointers to the classes below. Threads: every public method may be called from any
-// thread. Lifetime: a handle may outlive its engine; it then answers as after close().
+// thread. Lifetime: a handle may outlive its engine; it then answers as after close(). check_owner() is kInvalid in a forked
+// child, which must not wait for what its parent's threads do.
 #pragma once
 
 #include <atomic>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/owner_process.h"
 #include "base/tally.h"
 #include "providers/provider.h"
 #include "transfer/plan.h"
@@ -28,6 +30,7 @@ class Core;
 // names.
 class Memory {
  public:
+  Status check_owner() const { return owner_.check("memory"); }
   void* data() const { return range_.data; }
   uint64_t bytes() const { return range_.bytes; }
   uint64_t id() const { return id_; }  // of this registration, unique in its engine
@@ -43,6 +46,7 @@ class Memory {
   friend class Engine;
   friend class Builder;
   friend class Staging;
+  const OwnerProcess owner_;
   uint64_t id_ = 0;
   uint64_t maker_ = 0;  // Core::serial, as in all handles
   provider::Range range_;
@@ -59,6 +63,7 @@ class Peer;
 // Memory of a peer that we may read or write, as its owner granted it.
 class Remote {
  public:
+  Status check_owner() const { return owner_.check("remote memory"); }
   uint64_t bytes() const { return bytes_; }
   uint32_t access() const { return access_; }
   const std::shared_ptr<Peer>& peer() const { return peer_; }
@@ -69,6 +74,7 @@ class Remote {
   friend class Core;
   friend class Engine;
   friend class Staging;
+  const OwnerProcess owner_;
   std::shared_ptr<Peer> peer_;
   uint64_t region_ = 0;
   Secret secret_{};
@@ -84,6 +90,7 @@ class Remote {
 // Counts a peer's immediates with one id. The value only grows; early arrivals are kept.
 class ImmCounter {
  public:
+  Status check_owner() const { return owner_.check("counter of immediates"); }
   uint64_t value() const { return value_.load(std::memory_order_acquire); }
   uint32_t id() const { return imm_id(key_); }
 
@@ -91,6 +98,7 @@ class ImmCounter {
   friend class Core;
   friend class Engine;
   friend class Builder;
+  const OwnerProcess owner_;
   struct Reach {
     uint64_t at_least;
     std::function<void(const Status&)> callback;
@@ -110,6 +118,7 @@ const char* to_string(PeerState state);
 // Shared from this: Python hands peers back, and who keeps a weak pointer must share its owner with them.
 class Peer : public std::enable_shared_from_this<Peer> {
  public:
+  Status check_owner() const { return owner_.check("peer"); }
   const std::string& name() const { return name_; }
   std::string id() const { return to_text(engine_); }
   PeerState state() const { return state_.load(std::memory_order_acquire); }
@@ -126,6 +135,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   friend class Engine;
   friend class Builder;
   friend class Staging;
+  const OwnerProcess owner_;
   struct StageOut;
   struct StageIn;
   using Clock = Deadline::Clock;
@@ -175,6 +185,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
 // Adds up finished transfers; any number of transfers may share one. Failed ones count in both.
 class Counter {
  public:
+  Status check_owner() const { return owner_.check("counter"); }
   uint64_t finished() const { return finished_.load(std::memory_order_acquire); }
   uint64_t failed() const { return failed_.load(std::memory_order_acquire); }
   Status first_failure() const {
@@ -184,6 +195,7 @@ class Counter {
 
  private:
   friend class Core;
+  const OwnerProcess owner_;
   std::atomic<uint64_t> finished_{0}, failed_{0};
   mutable std::mutex mutex_;
   Status first_;
@@ -207,6 +219,7 @@ const char* to_string(OpKind kind);
 // the local memory. kDone of a write does not say that the peer has seen it; an immediate does.
 class Transfer {
  public:
+  Status check_owner() const { return owner_.check("transfer"); }
   Phase phase() const { return phase_.load(std::memory_order_acquire); }
   bool is_finished() const { return phase() >= Phase::kDone; }
   OpKind kind() const { return kind_; }
@@ -221,6 +234,7 @@ class Transfer {
   friend class Engine;
   friend class Builder;
   friend class Staging;
+  const OwnerProcess owner_;
   struct Piece {
     uint64_t local = 0;   // offset in memory_
     uint64_t remote = 0;  // offset in the remote

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "base/status.h"
 #include "transfer/copier.h"
 
@@ -25,12 +26,14 @@ namespace weft::transfer {
 
 class Watch {
  public:
+  Status check_owner() const { return owner_.check("watch"); }
   // Where the number is, for the host and for kernels alike.
   uint64_t* address() const { return number_; }
   bool is_active() const { return active_.load(std::memory_order_acquire); }
 
  private:
   friend class Watcher;
+  const OwnerProcess owner_;
   uint64_t* number_ = nullptr;
   uint64_t last_ = 0;
   bool is_released_ = false;  // by a callback: ends once the watcher's thread comes by
@@ -47,6 +50,7 @@ class Watcher {
   Watcher() : Watcher(Options()) {}
   explicit Watcher(Options options);
   ~Watcher() { close(); }
+  Status check_owner() const { return owner_.check("watcher"); }
 
   // Errors: kSystem and kUnsupported when pinned memory cannot be had.
   Result<std::shared_ptr<Watch>> watch(std::function<bool(uint64_t was, uint64_t is)> changed);
@@ -60,6 +64,7 @@ class Watcher {
   static void run(const std::shared_ptr<State>& state);
   bool is_own_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
+  const OwnerProcess owner_;
   std::shared_ptr<State> state_;  // the thread's, too: it may outlive this object
   std::thread thread_;            // under the state's mutex until close()
 };

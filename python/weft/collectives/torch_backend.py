@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft import _core
 from weft.collectives.calls import Collectives
 from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
@@ -59,6 +60,7 @@ from weft.collectives.torch_work import (
 )
 from weft.errors import PeerLost, invalid
 from weft.runtime.communicator import connect
+from weft.runtime.forks import claim
 from weft.runtime.roll_call import Gathering, RollCall
 
 _OPS = {
@@ -102,6 +104,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._owner = _core.OwnerProcess()
         self._rank, self._size = rank, size
         self._timeout_s = timeout.total_seconds()
         self._store = store
@@ -117,6 +120,10 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._own = OwnMessages(rank, self._timeout_s)
         self._senders = PeerThreads("weft-send")
         self._receivers = PeerThreads("weft-recv")
+
+    def check_owner(self) -> None:
+        """Raises: weft.Error in a child that was forked from the process of this rank."""
+        self._owner.check("process group")
 
     def size(self) -> int:
         return self._size
@@ -160,6 +167,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for calls under way, for at most one deadline more; torch's destroy_process_group() calls it."""
+        if not self._owner.is_this:  # their threads are not in a forked child
+            return
         self._order.end()
         self._senders.end()
         self._receivers.end()
@@ -400,6 +409,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         Raises: PeerLost on rank 0 past the timeout, naming the first rank that is missing, or all with
             ``wait_all_ranks``; on the others when rank 0 gave up, or did not come.
         """
+        self.check_owner()
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         self._barrier.wait(limit, wait_all_ranks)
 
@@ -407,12 +417,14 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     @outside_of_dynamo
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        self.check_owner()
         given = real_of(tensors[0]).contiguous()
         send = self._own.send if dst == self._rank else partial(self._pairs(given).send, dst=dst)
         return self._beside("send", self._senders.of(dst), given, lambda: send(given, tag=tag))
 
     @outside_of_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
+        self.check_owner()
         target = self._target(tensors)
         recv = self._own.recv if src == self._rank else partial(self._pairs(target).recv, src=src)
         work = self._beside("recv", self._receivers.of(src), target, lambda: recv(target, tag=tag))
@@ -422,6 +434,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @outside_of_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         """Receive from whichever other rank sends first; the work's _source_rank() says who it was."""
+        self.check_owner()
         target = self._target(tensors)
         calls = self._pairs(target)
         is_known = threading.Event()  # the work, before it is written to
@@ -487,6 +500,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> WeftGroup:
+    if dist.is_initialized():  # a child that was forked would answer in the store of its parent's groups
+        claim("group", dist.group.WORLD)
     return WeftGroup(store, rank, size, timeout)
 
 

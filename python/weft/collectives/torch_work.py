@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from weft import _core
 from weft.errors import Error
 
 profilers: Any = torch.autograd  # exports what it offers backends without a word of it in its types
@@ -66,6 +67,7 @@ def collective(name: str, given: int = 0) -> Callable[[Any], Any]:
 
 
 def _run(name: str, given: int, method: Any, group: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    group.check_owner()
     call = functools.partial(method, group, *args, **options)
     event = None
     if profilers._profiler_enabled():
@@ -155,6 +157,7 @@ class Pending(torch._C._distributed_c10d.Work):
 
     def __init__(self, name: str, future: Any, left: deque[Pending] | None = None) -> None:
         super().__init__()
+        self._owner = _core.OwnerProcess()
         self.name = name
         self._future = future
         self._shown: Any = None  # what get_future() returned
@@ -168,8 +171,10 @@ class Pending(torch._C._distributed_c10d.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; no timeout, or 0, is the group's.
 
-        Raises: what the call raised; Error when the timeout passes first, and the call goes on.
+        Raises: what the call raised; Error when the timeout passes first, and the call goes on, and in a forked child,
+            which does not run it.
         """
+        self._owner.check("work")
         self._left = None
         if timeout:
             is_over = threading.Event()
@@ -185,6 +190,7 @@ class Pending(torch._C._distributed_c10d.Work):
         return True
 
     def is_completed(self) -> bool:
+        self._owner.check("work")
         return bool(self._future.done())
 
     def get_future(self) -> Any:

@@ -134,7 +134,7 @@ class DeviceContext(RuntimeFacts):
         # The communication stream for the core; 0 on the CPU, where calls finish before they return.
         self.stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
         self._ordinal = device.index if self.is_cuda else -1
-        self.low_latency = _core.LowLatency(self.core, may_mask)
+        self.low_latency = _core.LowLatency.create(self.core, may_mask)
         self.layout_stream: int | None = None  # of a layout that no call was ordered after yet
         # Whether the communication stream may have got work that no barrier was ordered after yet.
         self.is_comm_in_use = False

@@ -74,7 +74,7 @@ class EngramReads:
             shape = (entries.size(0) * self._contexts.size, "words")
             arguments.check_tensor("sf", sf, shape, arguments.SCALES, context.device, contiguous=False)
         context.synchronize_current()
-        table = self._table or _core.Engram(context.core)
+        table = self._table or _core.Engram.create(context.core)
         # All ranks have left the old entries alone when they meet here.
         table.resize(entries.size(0), entry_bytes, str(entries.dtype).removeprefix("torch."))
         if entries.size(0) > 0:

@@ -27,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.bootstrap_secret import launcher_secret, settle_job_secret
 from weft.runtime.bootstrap_tcp import TcpAddress, lost_message
+from weft.runtime.forks import claim
 from weft.runtime.roll_call import Gathering, RollCall
 
 __all__ = ["Bootstrap", "Environment", "Mpi", "SingleRank", "TcpAddress", "TorchGroup", "find_bootstrap"]
@@ -58,7 +59,8 @@ def find_bootstrap(group: Any = None) -> Bootstrap:
         group: a Bootstrap; a torch process group; an mpi4py communicator; or None, which takes torch's
             default group if there is one, else what the launcher (torchrun, mpirun, srun) has set, else a
             single rank.
-    Raises: Error for anything else, and where ranks are to agree on a secret (``WEFT_JOB_SECRET=auto``) and cannot.
+    Raises: Error for anything else, for what another process uses from which this one was forked, and where ranks are
+        to agree on a secret (``WEFT_JOB_SECRET=auto``) and cannot.
     """
     found = _bootstrap_of(group)
     if found.size > 1:
@@ -69,6 +71,7 @@ def find_bootstrap(group: Any = None) -> Bootstrap:
 def _bootstrap_of(group: Any) -> Bootstrap:
     if group is None:
         return _default_bootstrap()
+    claim("group", group)
     if hasattr(group, "all_gather") and isinstance(getattr(group, "size", None), int):
         return group  # type: ignore[no-any-return]
     if hasattr(group, "Get_rank") and hasattr(group, "Get_size"):
@@ -131,6 +134,8 @@ class TorchGroup:
         if not distributed.is_initialized():
             raise Error("group: torch.distributed is not initialised; call init_process_group first")
         self._group = distributed.group.WORLD if group is None else group
+        for used in (self._group, distributed.group.WORLD):  # whose store a group of its ranks has
+            claim("group", used)
         self.rank: int = distributed.get_rank(self._group)
         self.size: int = distributed.get_world_size(self._group)
         if self.rank < 0:
@@ -155,6 +160,7 @@ class TorchGroup:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
+        claim("bootstrap", self)
         if self._ranks is not None:
             return self._ranks.all_gather(data, timeout_s)
         everyone: list[Any] = [None] * self.size
@@ -203,6 +209,7 @@ class Environment:
         if found is None:
             raise Error(f"group: no launcher has set rank and size (known: {', '.join(LAUNCHERS)})")
         _, self.rank, self.size = found
+        claim("group", Environment)  # of all objects of this class: this process is the rank
         self._number = Environment._made
         Environment._made += 1
         if self.size > 1:
@@ -211,6 +218,7 @@ class Environment:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
+        claim("bootstrap", self)
         until = time.monotonic() + timeout_s
         if self._ranks is None:
             self._ranks = self._connect(timeout_s)
@@ -281,6 +289,7 @@ class Mpi:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
+        claim("bootstrap", self)
         until = time.monotonic() + timeout_s
         peers = [rank for rank in range(self.size) if rank != self.rank]
         sending = {peer: self._mpi.isend(data, dest=peer, tag=self._TAG) for peer in peers}

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from weft import _core
 from weft.errors import Error, PeerLost, from_core, invalid
 from weft.runtime.bootstrap_secret import settle_job_secret
+from weft.runtime.forks import claim
 from weft.runtime.logs import printable
 
 log = logging.getLogger("weft.bootstrap")
@@ -90,6 +91,7 @@ class TcpAddress:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
+        claim("bootstrap", self)
         if self._is_closed:
             raise Error("bootstrap: used after it was closed or had failed", "closed")
         if self.size == 1:

@@ -56,8 +56,11 @@ def route(core: Any) -> None:
     # A thread of its own: who logs in the extension may hold locks, or be a thread that Python does not know.
     thread = threading.Thread(target=_carry, args=(core,), name="weft-log", daemon=True)
     thread.start()
+    owner = core.OwnerProcess()
 
     def end() -> None:
+        if not owner.is_this:  # a forked child, which has no such thread
+            return
         core.log_to_stderr()
         thread.join(timeout=1)
 

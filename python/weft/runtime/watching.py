@@ -9,7 +9,7 @@ from typing import Any
 from weft import _core
 from weft.runtime import call_record, logs, metrics, start_report
 
-_is_begun = False
+_begun_by: Any = None  # the process that did
 
 
 def communicator_made(comm: Any) -> None:
@@ -24,15 +24,18 @@ def engine_made() -> None:
 
 
 def _begin(rank: int | None) -> None:
-    global _is_begun
+    global _begun_by
     logs.follow(_core.config().log)
     logs.route(_core)
     metrics.begin(rank)
-    if not _is_begun:
-        _is_begun = True
+    if _begun_by is None:
         atexit.register(_end)
+    if _begun_by is None or not _begun_by.is_this:
+        _begun_by = _core.OwnerProcess()
 
 
 def _end() -> None:
+    if not _begun_by.is_this:  # a forked child, which has made nothing
+        return
     metrics.log_at_end()
     call_record.write_if_asked()

@@ -57,7 +57,7 @@ _open_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for engine in list(_open_engines):
-        engine.close()
+        engine._close_here()
 
 
 def _core_provider(given: Any) -> Any:
@@ -114,6 +114,7 @@ class TransferEngine:
         shard_bytes_min: int = 8192,
         secret: bytes | None = None,
     ) -> None:
+        self._owner = _core.OwnerProcess()
         core_provider = _core_provider(provider)
         if secret is None:
             settle_job_secret()
@@ -445,16 +446,25 @@ class TransferEngine:
         return str(self.core.dump())
 
     def close(self) -> None:
-        """Fail what is under way, tell peers, stop the threads, let go of registered memory. Idempotent."""
+        """Fail what is under way, tell peers, stop the threads, let go of registered memory. Idempotent.
+
+        Raises: weft.Error in a child that was forked from the process of the engine, which goes on.
+        """
+        self._owner.check("engine")
         if self._watcher is not None:
             self._watcher.close()
         self.core.close()
         self._kept.clear()
         _open_engines.discard(self)
 
+    def _close_here(self) -> None:
+        """Close it, unless another process has it, from which this one was forked."""
+        if self._owner.is_this:
+            self.close()
+
     def __del__(self) -> None:
         if hasattr(self, "core"):
-            self.close()
+            self._close_here()
 
     def __repr__(self) -> str:
         return (
@@ -467,7 +477,7 @@ class TransferEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close_here()
 
     @staticmethod
     def _how(

@@ -38,6 +38,12 @@ ncclResult_t answer(const Status& status, ncclComm_t comm) {
   return result_of(status.code());
 }
 
+Status check_comm(const char* function, ncclComm_t comm) {
+  if (!comm) return Status::invalid("{}: comm: got null", function);
+  const Status owned = comm->check_owner();
+  return owned.ok() ? owned : Status::invalid("{}: {}", function, owned.message());
+}
+
 ncclResult_t lacking(const char* name, ncclComm_t comm) {
   return answer(Status::make(Code::kUnsupported, "{} needs the real NCCL{}", name,
                              comm && !real_path().empty() ? ", which this communicator lacks" : ""),

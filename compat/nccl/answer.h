@@ -22,6 +22,9 @@ std::string& last_error();
 // Keeps a failure's words, for the communicator too where there is one, and gives its code.
 ncclResult_t answer(const Status& status, ncclComm_t comm = nullptr);
 
+// Refuses what no call may use: null, and a communicator of the process that this one was forked from.
+Status check_comm(const char* function, ncclComm_t comm);
+
 // The answer where only the real library could help, and it is not there.
 ncclResult_t lacking(const char* name, ncclComm_t comm = nullptr);
 
@@ -35,7 +38,7 @@ inline ncclComm_t shadow(ncclComm_t comm) {
 template <class R, class... Parameters, class Failed, class... Arguments>
 R pass_or(Failed failed, R (*)(ncclComm_t, Parameters...), const char* name, ncclComm_t comm,
           Arguments... arguments) {
-  if (!comm) return failed(answer(Status::invalid("{}: comm: got null", name)));
+  if (const Status given = check_comm(name, comm); !given.ok()) return failed(answer(given));
   const auto function = real<R (*)(ncclComm_t, Parameters...)>(name);
   if (!shadow(comm) || !function) return failed(lacking(name, comm->is_ours() ? comm : nullptr));
   return function(shadow(comm), arguments...);

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/cuda_driver.h"
+#include "base/owner_process.h"
 #include "base/stream_order.h"
 #include "bootstrap/tcp_bootstrap.h"
 #include "collective/program_book.h"
@@ -99,6 +100,8 @@ struct ncclComm {
   // False where this is a communicator of the real library.
   bool is_ours() const { return magic_ == kMagic; }
   const std::string& last_error() const { return last_error_; }
+  // kInvalid in a forked child. Communicators of the real library have no owner here.
+  weft::Status check_owner() const { return is_ours() ? owner_.check("comm") : weft::Status(); }
 
  private:
   using Operation = weft::nccl::Operation;
@@ -156,6 +159,7 @@ struct ncclComm {
   static constexpr uint64_t kMagic = 0x5745465443434f4d;
   static constexpr size_t kKeptPlans = 1024;  // of each kind
   const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
+  const weft::OwnerProcess owner_;
   const weft::Device device_;
   int rank_ = 0, size_ = 1;
   bool is_weft_ = false;                         // Weft serves; agreed

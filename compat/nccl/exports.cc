@@ -71,7 +71,8 @@ WEFT_NCCL_API ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int
 
 WEFT_NCCL_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
                                          ncclConfig_t* config) {
-  if (!comm || !newcomm) return refuse(answer(Status::invalid("comm or newcomm: got null")));
+  if (!newcomm) return refuse(answer(Status::invalid("newcomm: got null")));
+  if (const Status given = check_comm("ncclCommSplit", comm); !given.ok()) return refuse(answer(given));
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
     return refuse(
         answer(Status::invalid("color: got {}, allowed: 0 or more, or NCCL_SPLIT_NOCOLOR", color), comm));
@@ -115,7 +116,7 @@ WEFT_NCCL_API ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id
 }
 
 WEFT_NCCL_API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-  if (!comm) return answer(Status::invalid("comm: got null"));
+  if (const Status given = check_comm("ncclCommFinalize", comm); !given.ok()) return answer(given);
   const auto function = real<decltype(&ncclCommFinalize)>("ncclCommFinalize");
   return comm->real() && function ? function(comm->real()) : ncclSuccess;
 }
@@ -123,6 +124,7 @@ WEFT_NCCL_API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 namespace {
 ncclResult_t end_comm(ncclComm_t comm, const char* name) {
   if (!comm) return ncclSuccess;
+  if (const Status given = check_comm(name, comm); !given.ok()) return answer(given);
   const auto function = comm->real() ? real<decltype(&ncclCommDestroy)>(name) : nullptr;
   const ncclResult_t result = function ? function(comm->real()) : ncclSuccess;
   delete comm;
@@ -133,12 +135,11 @@ WEFT_NCCL_API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return end_comm(comm, "ncclCommDestroy");
 }
 WEFT_NCCL_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  if (!comm) return ncclSuccess;
-  comm->stop();
+  if (comm && comm->check_owner().ok()) comm->stop();
   return end_comm(comm, "ncclCommAbort");
 }
 WEFT_NCCL_API ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-  if (!comm) return answer(Status::invalid("comm: got null"));
+  if (const Status given = check_comm("ncclCommRevoke", comm); !given.ok()) return answer(given);
   comm->stop();
   return comm->real() ? pass(ncclCommRevoke, "ncclCommRevoke", comm, flags) : ncclSuccess;
 }
@@ -157,6 +158,7 @@ WEFT_NCCL_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* 
   const auto function = real<decltype(&ncclCommGetAsyncError)>("ncclCommGetAsyncError");
   // The real library asks about its own communicators through the dynamic linker, which finds this function.
   if (!comm->is_ours()) return function ? function(comm, error) : ncclInvalidArgument;
+  if (const Status given = check_comm("ncclCommGetAsyncError", comm); !given.ok()) return answer(given);
   *error = comm->async_error();
   return *error == ncclSuccess && comm->real() && function ? function(comm->real(), error) : ncclSuccess;
 }

@@ -125,7 +125,7 @@ bool has_root(Function function) {
 
 Status check(const Operation& o) {
   const char* name = kFunctionNames[static_cast<int>(o.function)];
-  if (!o.comm) return Status::invalid("{}: comm: got null", name);
+  WEFT_TRY(check_comm(name, o.comm));
   if (o.type < 0 || o.type >= ncclNumTypes)
     return Status::invalid("{}: datatype: got {}, allowed: 0 to {}", name, static_cast<int>(o.type),
                            ncclNumTypes - 1);

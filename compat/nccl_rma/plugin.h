@@ -13,6 +13,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "base/owner_process.h"
 #include "bootstrap/tcp_bootstrap.h"
 #include "compat/nccl_rma/rma.h"
 #include "compat/nccl_rma/team.h"
@@ -26,30 +27,40 @@ class Handles {
   void* add(T object) {
     std::lock_guard lock(mutex_);
     const uint64_t id = kKind << 40 | ++made_;
-    all_.emplace(id, std::move(object));
+    all_.emplace(id, Held{std::move(object), {}});
     return reinterpret_cast<void*>(id);
   }
   Result<T> find(const char* argument, const void* handle) const {
     std::lock_guard lock(mutex_);
     const auto found = all_.find(reinterpret_cast<uint64_t>(handle));
-    if (found == all_.end())
-      return Status::invalid("{}: got a handle that was never made, or was given back", argument);
-    return found->second;
+    WEFT_TRY(check(argument, found));
+    return found->second.object;
   }
   Result<T> take(const char* argument, const void* handle) {
     std::lock_guard lock(mutex_);
     const auto found = all_.find(reinterpret_cast<uint64_t>(handle));
-    if (found == all_.end())
-      return Status::invalid("{}: got a handle that was never made, or was given back", argument);
-    T object = std::move(found->second);
+    WEFT_TRY(check(argument, found));
+    T object = std::move(found->second.object);
     all_.erase(found);
     return object;
   }
 
  private:
+  struct Held {
+    T object;
+    OwnerProcess owner;  // a forked child has the table, and leaves what is in it alone
+  };
+  using All = std::unordered_map<uint64_t, Held>;
+
+  Status check(const char* argument, typename All::const_iterator found) const {
+    if (found == all_.end())
+      return Status::invalid("{}: got a handle that was never made, or was given back", argument);
+    return found->second.owner.check(argument);
+  }
+
   mutable std::mutex mutex_;
   uint64_t made_ = 0;
-  std::unordered_map<uint64_t, T> all_;
+  All all_;
 };
 
 struct Listener {

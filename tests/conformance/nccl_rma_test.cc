@@ -472,6 +472,33 @@ TEST(NcclRmaLibrary, ClosedCommunicatorsRefuseAndExitNeedsNoClose) {
   });
 }
 
+TEST(NcclRmaLibrary, AForkedChildIsRefusedAndEndsByItself) {
+  run(places()[0], 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    const Library library("ncclRmaPlugin_v14");
+    const RmaV14& rma = library.table();
+    Communicator comm(library, bootstrap);
+    void *context = nullptr, *request = nullptr;
+    ASSERT_EQ(library.create_context(comm.team(), {1, -1, 1}, &context), kNcclSuccess);
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+      const bool is_refused =
+          rma.put(context, 0, 0, nullptr, 0, 0, nullptr, 0, &request) == kNcclInvalidArgument &&
+          rma.progress(context) == kNcclInvalidArgument &&
+          rma.destroy_context(context) == kNcclInvalidArgument &&
+          rma.close_team(comm.team()) == kNcclInvalidArgument;
+      std::exit(is_refused ? 0 : 1);
+    }
+    int status = 0;
+    EXPECT_TRUE(
+        wait_until(Deadline::after_s(60), [&] { return waitpid(child, &status, WNOHANG) == child; }));
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    EXPECT_EQ(rma.put(context, 0, 0, nullptr, 0, 0, nullptr, 0, &request), kNcclSuccess);
+    EXPECT_EQ(rma.destroy_context(context), kNcclSuccess);
+    comm.close();
+  });
+}
+
 // Rank 2 is killed in the middle: what goes to it fails with its name, the rest goes on, and NCCL hears of it.
 TEST(NcclRmaDeath, ADeadPeerFailsWhatGoesToItAlone) {
   if (kSeesOneProcess) GTEST_SKIP() << "ThreadSanitizer does not see the order that other processes make";

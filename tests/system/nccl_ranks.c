@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static int rank, ranks;
@@ -1019,6 +1020,50 @@ static void in_one_process_large(void) {
 }
 
 /* What the ABI fixes. */
+/* A forked child is no rank: every call on its parent's communicator is refused, and it ends by itself. */
+static int is_refused(ncclResult_t result) {
+  return result == ncclInvalidArgument && strstr(ncclGetLastError(NULL), "from which this process") != NULL;
+}
+static void sum_ranks(ncclComm_t comm) {
+  float given = (float)(rank + 1), sum = 0;
+  OK(ncclAllReduce(&given, &sum, 1, ncclFloat32, ncclSum, comm, NULL));
+  MUST(sum == (float)(ranks * (ranks + 1) / 2));
+}
+static void forks(void) {
+  ncclComm_t comm = join(), half;
+  for (int ends = 0; ends < 2; ++ends) {
+    sum_ranks(comm);
+    pid_t child = fork();
+    if (child == 0) {
+      float one = 100;
+      ncclResult_t error;
+      MUST(is_refused(ncclAllReduce(&one, &one, 1, ncclFloat32, ncclSum, comm, NULL)));
+      MUST(is_refused(ncclSend(&one, 1, ncclFloat32, (rank + 1) % ranks, comm, NULL)));
+      OK(ncclGroupStart());
+      MUST(is_refused(ncclBroadcast(&one, &one, 1, ncclFloat32, 0, comm, NULL)));
+      MUST(ncclGroupEnd() == ncclInvalidArgument);
+      MUST(is_refused(ncclCommSplit(comm, 0, 0, &half, NULL)));
+      MUST(is_refused(ncclCommGetAsyncError(comm, &error)));
+      MUST(is_refused(ncclCommFinalize(comm)));
+      MUST(is_refused(ncclCommAbort(comm)));
+      MUST(is_refused(ncclCommDestroy(comm)));
+      if (ends) exit(0);
+      _exit(0);
+    }
+    int status = 1;
+    for (int tries = 0; waitpid(child, &status, WNOHANG) == 0; ++tries) {
+      MUST(tries < 3000);
+      usleep(10000);
+    }
+    MUST(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  sum_ranks(comm);
+  OK(ncclCommSplit(comm, 0, rank, &half, NULL));
+  sum_ranks(half);
+  OK(ncclCommDestroy(half));
+  OK(ncclCommDestroy(comm));
+}
+
 static void abi(void) {
   MUST(sizeof(ncclUniqueId) == 128 && sizeof(ncclConfig_t) == 96 && sizeof(ncclSimInfo_t) == 24);
   MUST(offsetof(ncclConfig_t, netName) == 32 && offsetof(ncclConfig_t, commName) == 48);
@@ -1034,6 +1079,7 @@ int main(int count, char** arguments) {
     const char* name;
     void (*run)(void);
   } tests[] = {{"collectives", collectives},
+               {"forks", forks},
                {"operators", operators},
                {"transfers", transfers},
                {"repeats", repeats},

@@ -78,7 +78,7 @@ def test_operators(program: Path, tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("test", ["transfers", "repeats", "splits", "groups"])
+@pytest.mark.parametrize("test", ["transfers", "repeats", "splits", "groups", "forks"])
 def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
     _pass(program, test, ranks, tmp_path)
 

@@ -16,7 +16,7 @@ from weft.collectives.contract import Buffer
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.errors import invalid, shortened
-from weft.runtime.tensors import index_of, lacking_memory
+from weft.runtime.tensors import PLAIN, index_of, unlike_memory
 
 DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
 
@@ -47,11 +47,10 @@ class CallChecks:
             raise invalid(f"{name}.dtype", tensor.dtype, ", ".join(str(dtype) for dtype in DTYPES))
         if not (tensor.is_cpu if self._is_cpu else tensor.is_cuda and tensor.get_device() == self._ordinal):
             raise invalid(f"{name}.device", tensor.device, self._device)
-        is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
-        if not is_plain or not tensor.is_contiguous():
-            raise invalid(name, _form_of(tensor), "a contiguous tensor")
-        if lack := lacking_memory(tensor):
-            raise invalid(name, lack, "a tensor with all its memory")
+        if why := unlike_memory(tensor):
+            raise invalid(name, why, PLAIN)
+        if not tensor.is_contiguous():
+            raise invalid(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
         return element
 
     def out(self, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -153,14 +152,6 @@ def row_counts(name: str, splits: Any) -> list[int]:
     if len(counts) < len(given) or min(counts, default=0) < 0 or sum(counts) >= 1 << 48:
         raise invalid(name, shortened(splits), "numbers of rows, none below 0")
     return counts
-
-
-def _form_of(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided:
-        return str(tensor.layout)
-    if tensor.is_nested:
-        return "a nested tensor"
-    return "a negated view" if tensor.is_neg() else f"strides {tuple(tensor.stride())}"
 
 
 def are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:

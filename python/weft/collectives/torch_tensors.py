@@ -14,7 +14,7 @@ import torch
 
 from weft.collectives.calls import Collectives
 from weft.errors import invalid
-from weft.runtime.tensors import lacking_memory
+from weft.runtime.tensors import PLAIN, unlike_memory
 
 CollectivesOf = Callable[[torch.Tensor], Collectives]  # those of a tensor's device
 
@@ -25,15 +25,9 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
         raise invalid("tensor", type(tensor).__name__, "a torch.Tensor")
     if tensor.device.type not in ("cpu", "cuda"):
         raise invalid("tensor.device", tensor.device, "cpu or cuda")
-    if tensor.layout is not torch.strided:
-        raise invalid("tensor", tensor.layout, "a strided tensor")
-    if lack := lacking_memory(tensor):
-        raise invalid("tensor", lack, "a tensor with all its memory")
-    if tensor.is_complex():
-        if tensor.is_conj():
-            raise invalid("tensor", "a conjugated view", "a tensor, such as resolve_conj() returns")
-        return torch.view_as_real(tensor)
-    return tensor
+    if why := unlike_memory(tensor):
+        raise invalid("tensor", why, PLAIN)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def check_parts(

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid, shortened
 from weft.moe.config import Config, ceil_div, check_flags, check_whole
-from weft.runtime.tensors import lacking_memory
+from weft.runtime.tensors import unlike_memory
 
 ROW_ALIGNMENT_BYTES = 16
 IDS = (torch.int64, torch.int32)
@@ -66,18 +66,16 @@ def check_tensor(
             and (not dtypes or value.dtype in dtypes)
             and value.device == device
             and (not contiguous or value.is_contiguous())
-            # The memory of these is not what they say.
-            and not (value.is_quantized or value.is_conj() or value.is_neg())
         )
-    if not good:
+    why = unlike_memory(value) if good and isinstance(value, Tensor) else ""
+    if not good or why:
         types = " or ".join(_name(dtype) for dtype in dtypes)
         kind = "contiguous " if contiguous else ""
         sizes = ", ".join(str(n) for n in shape)
         allowed = f"{kind}{types}[{sizes}]" if types else f"a {kind}tensor [{sizes}]"
-        raise invalid(argument, describe(value), f"{allowed} on {device}")
+        given = f"{describe(value)}: {why}" if why else describe(value)
+        raise invalid(argument, given, f"{allowed} on {device}")
     assert isinstance(value, Tensor)
-    if lack := lacking_memory(value):  # as FSDP leaves parameters that it has sharded again
-        raise invalid(argument, f"{describe(value)}: {lack}", "a tensor with all its memory")
     return value
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tensor has the memory that its shape promises.
+"""Whether a tensor's memory holds its values: the one check for all that moves bytes of tensors.
 
-    if lack := lacking_memory(tensor):
-        raise invalid("tensor", lack, "a tensor with all its memory")
+    if why := unlike_memory(tensor):
+        raise invalid("tensor", why, PLAIN)
 
-Tensors without it pass for others until somebody touches them: those of FakeTensorMode and of torch.func transforms,
-and those whose storage was resized under them (FSDP does so to free parameters).
+Tensors without memory pass for others until somebody touches them: those of FakeTensorMode and of torch.func
+transforms, and those whose storage was resized under them (FSDP does so to free parameters). Of others the memory
+holds something else than their values: of conjugated and negated views, of quantised, sparse and nested tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,25 @@ from weft.errors import invalid
 
 if TYPE_CHECKING:
     import torch
+
+
+# What is allowed where unlike_memory() objects.
+PLAIN = "a tensor whose memory holds its values"
+
+
+def unlike_memory(tensor: torch.Tensor) -> str:
+    """Return why a tensor's values are not what its memory holds, in words: "" where they are."""
+    if str(tensor.layout) != "torch.strided":
+        return str(tensor.layout)
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantised tensor of {tensor.dtype}"
+    if tensor.is_conj():
+        return "a conjugated view, which resolve_conj() makes plain"
+    if tensor.is_neg():
+        return "a negated view, which resolve_neg() makes plain"
+    return lacking_memory(tensor)
 
 
 def lacking_memory(tensor: torch.Tensor) -> str:
@@ -61,4 +81,4 @@ def index_of(value: Any) -> int | None:
         return None
 
 
-__all__ = ["contiguous", "index_of", "is_unreadable", "lacking_memory"]
+__all__ = ["PLAIN", "contiguous", "index_of", "is_unreadable", "lacking_memory", "unlike_memory"]

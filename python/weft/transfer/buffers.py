@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import invalid, quoted
-from weft.runtime.tensors import index_of, lacking_memory
+from weft.runtime.tensors import PLAIN, index_of, unlike_memory
 
 HOST = -1
 
@@ -107,17 +107,13 @@ def _span_of_any(source: Any) -> Span:
 
 
 def _span_of_tensor(tensor: Any) -> Span:
-    if "strided" not in str(tensor.layout):
-        raise invalid("source", f"a tensor with layout {tensor.layout}", "a strided, contiguous one")
-    if tensor.is_nested or tensor.is_quantized:
-        raise invalid("source", f"a {type(tensor).__name__} of {tensor.dtype}", "a plain tensor")
-    if not tensor.is_contiguous():
-        raise invalid("source", f"a tensor with strides {tuple(tensor.stride())}", "a contiguous one")
     kind = tensor.device.type
     if kind not in ("cpu", "cuda"):
         raise invalid("source", f"a tensor on {tensor.device}", "cpu or cuda")
-    if lack := lacking_memory(tensor):
-        raise invalid("source", lack, "a tensor with all its memory")
+    if why := unlike_memory(tensor):
+        raise invalid("source", why, PLAIN)
+    if not tensor.is_contiguous():
+        raise invalid("source", f"a tensor with strides {tuple(tensor.stride())}", "a contiguous one")
     device = HOST if kind == "cpu" else int(tensor.device.index or 0)
     return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), device, tensor)
 

@@ -31,6 +31,7 @@ from torch.autograd import profiler
 
 from weft import _core
 from weft.runtime import profiled_memory
+from weft.runtime.held_storage import refuse_held
 from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
@@ -200,6 +201,7 @@ def free_storage(storage: torch.UntypedStorage) -> bool:
         return False
     if _core.is_freed(storage._cdata):
         return True
+    refuse_held(storage)
     is_ours: bool = _core.free_share(storage._cdata, storage.data_ptr())
     if is_ours and _set_access_error is not None:
         _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")

@@ -33,6 +33,16 @@ def given_handle(argument: str, given: Any, wanted: type[Any]) -> Any:
     return given.core
 
 
+def given_memory(argument: str, given: Any) -> Any:
+    """Return what the extension knows local memory by. Raises: weft.Error unless it is where it was registered."""
+    core = given_handle(argument, given, Memory)
+    if not given.kept.is_in_place():
+        raise invalid(
+            argument, "memory that was resized since it was registered", "memory in place until unregister()"
+        )
+    return core
+
+
 def given_flag(argument: str, given: Any) -> bool:
     if index_of(given) not in (0, 1):
         raise invalid(argument, quoted(given), "True or False")

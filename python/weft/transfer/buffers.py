@@ -28,6 +28,34 @@ class Span:
     owner: Any = field(default=None, compare=False, repr=False)
 
 
+class Kept:
+    """What owns a span of registered memory, which stays where it is until let_go()."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        source = span.owner[0] if isinstance(span.owner, tuple) else span.owner
+        # Others, such as bytearray and mmap, refuse to be resized while there is a view of them.
+        self._array = source if type(source).__module__ == "numpy" else None
+        self._storage: Any = None
+        if hasattr(source, "untyped_storage"):
+            from weft.runtime.held_storage import HeldStorage
+
+            self._storage = HeldStorage(source, "registered with a transfer engine")
+
+    def is_in_place(self) -> bool:
+        """Return whether its owner has not moved it: torch and numpy have ways that ask nobody."""
+        if self._array is not None:
+            return bool(
+                self._array.ctypes.data == self.span.address and self._array.nbytes == self.span.bytes
+            )
+        return self._storage is None or bool(self._storage.is_in_place())
+
+    def let_go(self) -> None:
+        """Let its owner do with it what it likes; the memory is nobody's business any more. Idempotent."""
+        if self._storage is not None:
+            self._storage.let_go()
+
+
 @dataclass(frozen=True)
 class Pages:
     """Equal pages of a registered memory: page i begins at ``offset + stride * indices[i]`` bytes.

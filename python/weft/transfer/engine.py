@@ -22,6 +22,7 @@ from weft.transfer.arguments import (
     given_flag,
     given_handle,
     given_list,
+    given_memory,
     given_name,
     given_names,
     given_pages,
@@ -30,7 +31,7 @@ from weft.transfer.arguments import (
     given_seconds,
     length_within,
 )
-from weft.transfer.buffers import Pages, Span, span_of, whole
+from weft.transfer.buffers import Kept, Pages, span_of, whole
 from weft.transfer.handles import (
     Completion,
     Counter,
@@ -124,7 +125,7 @@ class TransferEngine:
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
-        self._kept: dict[int, Span] = {}  # what is registered, by its id
+        self._kept: dict[int, Kept] = {}  # what is registered, by its id
         beat = given_seconds("heartbeat_s", heartbeat_s) or _core.config().heartbeat_s
         dead = given_seconds("peer_dead_s", peer_dead_s) or _core.config().peer_dead_s
         if heartbeat_s is not None and beat >= dead:
@@ -177,29 +178,28 @@ class TransferEngine:
         """Register memory: a contiguous torch tensor, array, writable buffer, or ``Span``.
 
         Without remote access it can be the source of writes and the target of reads only. It is kept alive
-        until ``unregister`` or ``close``.
+        until ``unregister`` or ``close``, and may not be resized before: ``resize_`` of a tensor raises weft.Error.
         Raises: weft.Error for what cannot be registered.
         """
         span = span_of(source)
         may_read, may_write = given_flag("remote_read", remote_read), given_flag("remote_write", remote_write)
         access = (REMOTE_READ if may_read else 0) | (REMOTE_WRITE if may_write else 0)
         core = self.core.enroll(span.address, span.bytes, span.device, access)
-        self._kept[core.id] = span
-        return Memory(self, core, span)
+        kept = self._kept[core.id] = Kept(span)
+        return Memory(self, core, kept)
 
     def unregister(self, memory: Memory, timeout_s: float = 10.0) -> None:
         """Take memory back; returns once no peer can touch it any more. The same as ``memory.unregister()``.
 
-        Raises: weft.PeerLost naming peers that did not confirm in time; it is unregistered all the same.
+        Raises: weft.PeerLost naming peers that did not confirm in time. It is unregistered all the same, but kept until
+            ``close``, as a network may still have writes from it under way.
         """
         core = given_handle("memory", memory, Memory)
         if memory.engine is not self:
             raise invalid("memory", "memory of another engine", f"memory that {self.name!r} registered")
-        try:
-            self.core.unregister(core, self.timeout(timeout_s))
-        finally:
-            if not core.is_registered:
-                self._kept.pop(core.id, None)
+        self.core.unregister(core, self.timeout(timeout_s))
+        if kept := self._kept.pop(core.id, None):
+            kept.let_go()
 
     def connect(self, address: bytes, timeout_s: float | None = None) -> Peer:
         """Connect to the engine with that ``address``; the same Peer until it is lost, a new life afterwards.
@@ -250,7 +250,7 @@ class TransferEngine:
             counter, callback: told of the end, besides the returned Transfer.
         Raises: weft.Error at once for a wrong argument, and nothing is written.
         """
-        core_src, core_dst = given_handle("src", src, Memory), given_handle("dst", dst, Remote)
+        core_src, core_dst = given_memory("src", src), given_handle("dst", dst, Remote)
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
         count = length_within(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
         return Transfer(self, self.core.write(core_src, src_offset, core_dst, dst_offset, count, how))
@@ -269,7 +269,7 @@ class TransferEngine:
         callback: Completion | None = None,
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
-        core_dst, core_src = given_handle("dst", dst, Memory), given_handle("src", src, Remote)
+        core_dst, core_src = given_memory("dst", dst), given_handle("src", src, Remote)
         how = self._how(None, "once", rail, timeout_s, counter, callback)
         count = length_within(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
         return Transfer(self, self.core.read(core_dst, dst_offset, core_src, src_offset, count, how))
@@ -331,7 +331,7 @@ class TransferEngine:
             (given_handle("dst", t.dst, Remote), *given_places(t.dst_offset, t.src_offset, t.nbytes))
             for t in given_list("targets", targets, Target)
         ]
-        return Transfer(self, self.core.spread(True, given_handle("src", src, Memory), rows, how))
+        return Transfer(self, self.core.spread(True, given_memory("src", src), rows, how))
 
     def gather(
         self,
@@ -349,7 +349,7 @@ class TransferEngine:
             (given_handle("src", s.src, Remote), *given_places(s.src_offset, s.dst_offset, s.nbytes))
             for s in given_list("sources", sources, Source)
         ]
-        return Transfer(self, self.core.spread(False, given_handle("dst", dst, Memory), rows, how))
+        return Transfer(self, self.core.spread(False, given_memory("dst", dst), rows, how))
 
     def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
         """Send an immediate alone."""
@@ -369,7 +369,7 @@ class TransferEngine:
     ) -> Transfer:
         """Send a message, of any length; messages of one peer are received in the order they were sent."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        core_peer, core_src = given_handle("peer", peer, Peer), given_handle("src", src, Memory)
+        core_peer, core_src = given_handle("peer", peer, Peer), given_memory("src", src)
         count = length_within(nbytes, src, offset=offset)
         return Transfer(self, self.core.send(core_peer, core_src, offset, count, how))
 
@@ -386,7 +386,7 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        core_dst = given_handle("dst", dst, Memory)
+        core_dst = given_memory("dst", dst)
         core_peer = None if peer is None else given_handle("peer", peer, Peer)
         count = length_within(nbytes, dst, offset=offset)
         return Transfer(self, self.core.recv(core_peer, core_dst, offset, count, how))
@@ -454,6 +454,8 @@ class TransferEngine:
         if self._watcher is not None:
             self._watcher.close()
         self.core.close()
+        for kept in self._kept.values():
+            kept.let_go()
         self._kept.clear()
         _open_engines.discard(self)
 
@@ -510,7 +512,7 @@ class TransferEngine:
     ) -> Transfer:
         names = ("src", "dst") if is_write else ("dst", "src")
         core_local, core_remote = (
-            given_handle(names[0], local, Memory),
+            given_memory(names[0], local),
             given_handle(names[1], remote, Remote),
         )
         here, there = (

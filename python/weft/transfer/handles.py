@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import _core
 from weft.errors import Error, from_core, invalid, quoted
-from weft.transfer.buffers import Span, whole
+from weft.transfer.buffers import Kept, whole
 
 if TYPE_CHECKING:
     from weft.transfer.engine import TransferEngine
@@ -100,12 +100,12 @@ class Memory:
     """Memory of this process that an engine may read and write.
 
     The engine keeps the tensor or array alive until ``unregister`` or its own ``close``, also when nothing
-    else does: peers may write to it.
+    else does, and refuses that it is resized: peers may write to it.
     """
 
-    def __init__(self, engine: TransferEngine, core: Any, span: Span) -> None:
+    def __init__(self, engine: TransferEngine, core: Any, kept: Kept) -> None:
         """Made by ``TransferEngine.register``."""
-        self.engine, self.core, self.span = engine, core, span
+        self.engine, self.core, self.kept, self.span = engine, core, kept, kept.span
 
     def __repr__(self) -> str:
         return f"Memory({self.nbytes} bytes, {self.path})"

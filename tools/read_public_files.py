@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 import weft
-from weft.collectives.compile import programs_of
 from weft.collectives.contract import Buffer
+from weft.collectives.files import load_file, programs_of
 from weft.collectives.ir import Algorithm
-from weft.collectives.load import load_file
 from weft.collectives.verifier import promised, verify
 from weft.errors import Error
 from weft.runtime.communicator import Communicator

@@ -42,7 +42,7 @@ REFUSED = [
     (["ring.xml", "--ranks", "5"], "ranks: got 5, allowed: 2, as ring.xml says"),
     (["ring.xml", "--in-place"], "options: got inplace, allowed: protocol, for ring.xml"),
     (["ring.py", "--ranks", "3", "--option", "x=3"], "options: got x, allowed: protocol, instances"),
-    (["script.py", "--ranks", "3"], "allowed: --args: script.py has no program(ranks)"),
+    (["script.py", "--ranks", "3"], "allowed: its own arguments (--args): script.py has no program(ranks)"),
     (["wrong.py", "--ranks", "3"], "wrong.py:5: chunk_factor: got 0"),
     (["syntax.py", "--ranks", "3"], "syntax.py:1: SyntaxError: expected ':'"),
     (["allreduce_1step", "--ranks", "3", "--instances", "0"], "instances: got 0"),

@@ -14,7 +14,7 @@ from programs import ROOT, WEFT, run_program
 from random_programs import mutated, random_algorithm, run_against_contract
 
 from weft import _core
-from weft.collectives import Algorithm, VerificationError, verify
+from weft.collectives import Algorithm, VerificationError, load, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Executor
 from weft.collectives.flow import run_limit
@@ -40,7 +40,7 @@ def _example(name: str, folder: Path) -> str:
 
 
 def _halo(folder: Path, ranks: int) -> Algorithm:
-    from weft.collectives.compile import read_source
+    from weft.collectives.files import read_source
 
     return read_source(str(folder / _example("halo", folder)), ranks)
 
@@ -65,7 +65,9 @@ def _runs(rank: Rank, halo: Algorithm) -> None:
     assert collectives.run(alone, tensor) is tensor and (tensor == rank.size).all()
     with pytest.raises(Error, match="works in place"):
         collectives.run(alone, tensor, torch.empty(rank.size * 4))
-    with pytest.raises(Error, match="an Algorithm: compile"):
+    with pytest.raises(
+        Error, match=r"algorithm: got str 'ring', allowed: an Algorithm, .*weft.collectives.load"
+    ):
         collectives.run("ring", tensor)  # type: ignore[arg-type]
     broken = dataclasses.replace(halo, ranks=halo.ranks[:1] * rank.size)
     with pytest.raises(VerificationError):
@@ -74,6 +76,43 @@ def _runs(rank: Rank, halo: Algorithm) -> None:
 
 def test_custom_program_runs_on_tensors(tmp_path: Path) -> None:
     run_ranks(3, _runs, _halo(tmp_path, 3))
+
+
+SUM = """
+from weft.collectives import AllReduce, Buffer, Program, chunk
+
+def program(ranks):
+    with Program("sum", AllReduce(ranks, inplace=True)):
+        total = chunk(0, Buffer.input, 0)
+        for rank in range(1, ranks):
+            total = total.reduce(chunk(rank, Buffer.input, 0))
+        for rank in range(1, ranks):
+            total.copy(rank, Buffer.input, 0)
+"""
+
+
+def _runs_from_files(rank: Rank, folder: Path) -> None:
+    comm = Communicator(rank.group, timeout_s=60)
+    own = torch.arange(12.0) + rank.rank
+    total = torch.stack([torch.arange(12.0) + q for q in range(rank.size)]).sum(0)
+    for name in ("sum.xml", "sum.json", "sum.py"):
+        algorithm = load(folder / name, rank.size)
+        assert torch.equal(comm.all_reduce(own.clone(), algorithm=algorithm), total), name
+        assert torch.equal(comm.collectives.run(algorithm, own.clone()), total), name
+    with pytest.raises(Error, match=r"algorithm: got sum, which .*allowed: one for allgather"):
+        comm.all_gather(own, algorithm=algorithm)
+    with pytest.raises(
+        Error, match=r"algorithm: got str .*allowed: an Algorithm, .*weft.collectives.load\(path\)"
+    ):
+        comm.all_reduce(own, algorithm=str(folder / "sum.xml"))  # type: ignore[arg-type]
+
+
+def test_a_file_runs_on_tensors(tmp_path: Path) -> None:
+    program = build("allreduce_allpairs", 3).compile()
+    (tmp_path / "sum.xml").write_text(to_xml(program))
+    (tmp_path / "sum.json").write_text(to_plan(program))
+    (tmp_path / "sum.py").write_text(SUM)
+    run_ranks(3, _runs_from_files, tmp_path)
 
 
 def _check_slots(rank: Rank) -> None:

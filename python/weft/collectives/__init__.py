@@ -17,15 +17,24 @@ from weft.collectives.contract import (
     Scatter,
     SendRecv,
 )
+from weft.collectives.files import load
 from weft.collectives.ir import Algorithm
-from weft.collectives.language import XML, Check, MSCCLProgram, Program, Ref, chunk, create_scratch, rotations
+from weft.collectives.language import (
+    Check,
+    MSCCLProgram,
+    Program,
+    Ref,
+    chunk,
+    create_scratch,
+    print_xml,
+    rotations,
+)
 from weft.collectives.program_lines import ProgramError
 from weft.collectives.structure import VerificationError
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import Report, verify
 
 __all__ = [
-    "XML",
     "Algorithm",
     "AllGather",
     "AllReduce",
@@ -49,6 +58,8 @@ __all__ = [
     "VerificationError",
     "chunk",
     "create_scratch",
+    "load",
+    "print_xml",
     "rotations",
     "verify",
 ]

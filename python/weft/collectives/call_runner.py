@@ -43,6 +43,7 @@ from weft.runtime.streams import current_stream
 
 _LARGE_TRANSFER_BYTES = 256 << 10
 _CACHED_SHAPES = 4096
+ALGORITHMS = "an Algorithm, which a program's compile() and weft.collectives.load(path) return"
 
 
 class Transfer(Collective):
@@ -257,7 +258,7 @@ class CallRunner:
     ) -> Choice:
         if algorithm is not None:
             if not isinstance(algorithm, (Algorithm, Choice)):
-                raise invalid("algorithm", shortened(algorithm), "an Algorithm, a Choice or None")
+                raise invalid("algorithm", shortened(algorithm), f"{ALGORITHMS}; a Choice or None")
             choice = algorithm if isinstance(algorithm, Choice) else Choice(algorithm)
             given = choice.algorithm
             if mismatch := misfit(given, collective, inplace, root, may_copy=True):

@@ -32,12 +32,12 @@ from weft.collectives.call_checks import (
     reduction_number,
     row_counts,
 )
-from weft.collectives.call_runner import CallRunner
+from weft.collectives.call_runner import ALGORITHMS, CallRunner
 from weft.collectives.executor import Call, Loaded
 from weft.collectives.ir import Algorithm
 from weft.collectives.variants import Choice
-from weft.collectives.verifier import verify
-from weft.errors import invalid
+from weft.collectives.verifier import proven
+from weft.errors import invalid, shortened
 
 _MUCH = 256 << 20  # ranks know only their own sizes, and have to choose alike: what is best for large parts
 
@@ -340,9 +340,8 @@ class Collectives(CallRunner):
 
     def _loaded_own(self, algorithm: Algorithm) -> Loaded:
         if not isinstance(algorithm, Algorithm):
-            raise invalid("algorithm", type(algorithm).__name__, "an Algorithm: compile() returns one")
-        if id(algorithm) not in self._loaded:
-            verify(algorithm)
+            raise invalid("algorithm", shortened(algorithm), ALGORITHMS)
+        proven(algorithm)
         return self._load(algorithm)
 
 

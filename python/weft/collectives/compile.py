@@ -12,29 +12,18 @@ one when it runs, as MSCCL's scripts do; those see the names of MSCCL's modules 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect
-import runpy
 import shlex
 import sys
-import traceback
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from difflib import get_close_matches
-from io import StringIO
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import weft.collectives
-from weft.collectives import contract, language, topology, values
 from weft.collectives.compiler import collector_paused, compile_proven
+from weft.collectives.files import programs_of, source_of
 from weft.collectives.ir import PROTOCOLS, Algorithm
-from weft.collectives.language import Program, collect
-from weft.collectives.library import build, entries
-from weft.collectives.load import load_file
+from weft.collectives.language import Program
+from weft.collectives.library import entries
 from weft.collectives.plan_write import to_plan
-from weft.collectives.program_lines import ProgramError
 from weft.collectives.verifier import Report, verify
 from weft.collectives.xml import DIALECTS
 from weft.collectives.xml_write import to_xml
@@ -154,55 +143,7 @@ def read_arguments(args: argparse.Namespace) -> Algorithm:
 def _find(args: argparse.Namespace) -> Program | Algorithm:
     if not args.source:
         raise invalid("source", "nothing", "a file or the name of a library algorithm (weft compile --list)")
-    return _source(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
-
-
-def read_source(
-    source: str,
-    ranks: int = 0,
-    options: dict[str, Any] | None = None,
-    arguments: Sequence[str] = (),
-    number: int = 0,
-) -> Algorithm:
-    """Return the algorithm that a file or a library name gives.
-
-    ``number``: which program of a Python file that makes several, from 1; 0: it makes one.
-    ``options``: of a library algorithm or a file's program(); an XML file or a plan takes a protocol, for which it has
-    to be verified again. Raises: Error.
-    """
-    found = _source(source, ranks, dict(options or {}), arguments, number)
-    return found.compile() if isinstance(found, Program) else found
-
-
-def _source(
-    source: str, ranks: int, options: dict[str, Any], arguments: Sequence[str], number: int
-) -> Program | Algorithm:
-    if source in entries():
-        if ranks < 1:
-            raise invalid("ranks", ranks, "how many ranks, for a library algorithm")
-        return build(source, ranks, **options)
-    path = Path(source)
-    if not path.is_file():
-        near = get_close_matches(source, entries(), n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise invalid("source", source, f"an existing file, or a name that weft compile --list shows{meant}")
-    if path.suffix != ".py":
-        return _loaded(path, ranks, options)
-    programs = programs_of(path, ranks, options, arguments)
-    if not 1 <= (number or 1) <= len(programs) or (number == 0 and len(programs) > 1):
-        names = ", ".join(f"{at} {program.name!r}" for at, program in enumerate(programs, 1)) or "none"
-        raise Error(f"{path.name}: got program {number or 'without a number'}, allowed: --program of {names}")
-    return programs[(number or 1) - 1]
-
-
-def _loaded(path: Path, ranks: int, options: dict[str, Any]) -> Algorithm:
-    algorithm = load_file(path, bool(options.pop("reschedule", False)))
-    if ranks not in (0, algorithm.num_ranks):
-        raise invalid("ranks", ranks, f"{algorithm.num_ranks}, as {path.name} says")
-    protocol = options.pop("protocol", algorithm.protocol)
-    if options:
-        raise invalid("options", ", ".join(options), f"protocol, for {path.name}")
-    return dataclasses.replace(algorithm, protocol=protocol)
+    return source_of(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -231,95 +172,3 @@ def _print_library() -> None:
             if entry.collective == collective:
                 table.add(name, entry.summary.replace("``", ""), ", ".join(entry.options))
         table.print(make_console())
-
-
-def programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> list[Program]:
-    printed = StringIO()
-    with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
-        try:
-            _run(path, ranks, options, programs)
-        except ProgramError:
-            raise
-        except Error as error:
-            place = _user_place(path, error)
-            raise ProgramError(f"{place}: {error}") if ":" in place else error from error
-        except Exception as error:  # the user's own mistake
-            said = error.msg if isinstance(error, SyntaxError) else error
-            raise ProgramError(f"{_user_place(path, error)}: {type(error).__name__}: {said}") from error
-    return programs
-
-
-def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program]) -> None:
-    # With --ranks a file need not run as a program of its own, which may start ranks.
-    maker = runpy.run_path(str(path), run_name="weft_program" if ranks else "__main__").get("program")
-    if callable(maker) and (ranks or not programs):
-        programs.clear()  # what the file made for itself when it ran
-        if ranks < 1:
-            raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
-        known = list(inspect.signature(maker).parameters)[1:]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise invalid(
-                "options", ", ".join(unknown), ", ".join(known) or f"none for program() of {path.name}"
-            )
-        maker(ranks, **options)
-    elif ranks or options:
-        raise invalid(
-            "options",
-            ", ".join([*(["ranks"] if ranks else []), *options]),
-            f"--args: {path.name} has no program(ranks)",
-        )
-
-
-def _user_place(path: Path, error: Exception) -> str:
-    """Return file:line of the last line of the user's file that the error came through."""
-    if isinstance(error, SyntaxError):
-        return f"{Path(error.filename or path).name}:{error.lineno}"
-    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(path)]
-    return f"{path.name}:{lines[-1]}" if lines else path.name
-
-
-@contextmanager
-def _arguments(argv: list[str]) -> Iterator[None]:
-    before, sys.argv = sys.argv, argv
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
-def _msccl_names() -> Iterator[None]:
-    """Let ``from msccl.language import *`` and its neighbours find Weft's language."""
-    named: dict[str, Any] = {**vars(topology), **vars(contract), **vars(language)}
-    for name in weft.collectives.__all__:
-        named[name] = getattr(weft.collectives, name)
-    policy = types.SimpleNamespace(auto="auto", manual="manual")
-    named |= {"ThreadblockPolicy": policy, "ReduceChunk": values.Value}
-    names = (
-        *(
-            "msccl",
-            "msccl.language",
-            "msccl.language.collectives",
-            "msccl.language.buffer",
-            "msccl.language.types",
-            "msccl.language.chunk",
-            "msccl.language.ir",
-        ),
-        *("msccl.topologies", "msccl.topologies.distributed", "msccl.topologies.generic"),
-        *("msccl.topologies.nvidia", "msccl.topologies.amd", "msccl.collectives"),
-    )
-    before = {name: sys.modules.get(name) for name in names}
-    for name in names:
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update({key: value for key, value in named.items() if not key.startswith("_")})
-        sys.modules[name] = module
-    try:
-        yield
-    finally:
-        for name, module_before in before.items():
-            if module_before is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module_before

@@ -9,7 +9,8 @@
 
 The meaning is program order, as if every operation ran when it is written; the compiler finds what may run at the same
 time. References are versioned: one whose slots were overwritten is an error, at the user's line. MSCCL's names
-(``MSCCLProgram``, ``XML``, ``Check``) work as they do there. Threads: one program at a time per thread.
+(``MSCCLProgram``, ``Check``) work as they do there; a script that imports msccl finds print_xml() as ``XML``.
+Threads: one program at a time per thread.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Ref:
 
 
 class Program:
-    """A program being written; a context manager that chunk(), XML() and Check() refer to.
+    """A program being written; a context manager that chunk(), print_xml() and Check() refer to.
 
     Args:
         name: what the algorithm is called.
@@ -411,8 +412,8 @@ def create_scratch(rank: int, name: str, per_rank: int = 0) -> None:
     _current().create_scratch(rank, name, per_rank)
 
 
-def XML() -> None:
-    """Compile the current program and print it as MSCCL XML."""
+def print_xml() -> None:
+    """Compile the current program and print it as MSCCL XML, as ``XML()`` of MSCCL's language does."""
     from weft.collectives.xml_write import to_xml
 
     sys.stdout.write(to_xml(_current().compile()))

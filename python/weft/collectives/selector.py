@@ -235,7 +235,7 @@ def read_algorithms(places: str, ranks: int, tells: bool = True) -> list[Algorit
 
 
 def _read_algorithm(file: Path, ranks: int, level: int) -> list[Algorithm]:
-    from weft.collectives.load import is_listing, load_file, load_listed
+    from weft.collectives.files import is_listing, load_file, load_listed
 
     try:
         algorithms = load_listed(file) if is_listing(file) else [load_file(file)]

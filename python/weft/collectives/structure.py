@@ -15,7 +15,7 @@ class VerificationError(Error):
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
+        self.kind, self.counterexample = kind, message
 
 
 def check_structure(algorithm: Algorithm) -> dict[Connection, tuple[BlockId, BlockId]]:

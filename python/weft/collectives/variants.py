@@ -111,7 +111,7 @@ def parse_choice(text: str, ranks: int, inplace: bool) -> Choice:
     name, *words = shlex.split(text) or [""]
     if not name.endswith((".py", ".xml", ".json")):
         return parse_variant(text).choice(ranks, inplace)
-    from weft.collectives.compile import read_source
+    from weft.collectives.files import read_source
 
     fields = _fields(words)
     options: dict[str, Any] = {key: fields.pop(key) for key in ("protocol", "instances") if key in fields}

@@ -24,6 +24,7 @@ from weft.collectives.contract import Collective, Slots
 from weft.collectives.flow import SizeLimit, size_limit
 from weft.collectives.interpreter import Interpreter
 from weft.collectives.ir import RING_SLOTS, Algorithm, Connection
+from weft.collectives.kept import kept
 from weft.collectives.structure import BlockId, VerificationError, check_structure, size_warnings
 
 
@@ -79,6 +80,12 @@ def verify(algorithm: Algorithm, slots: int = RING_SLOTS) -> Report:
         *(steps, messages[-1] * alike, tuple(forms), algorithm.contract is not None, tuple(warnings)),
         limit=limit,
     )
+
+
+@kept
+def proven(algorithm: Algorithm) -> Report:
+    """Return verify()'s report of an algorithm, which is made once."""
+    return verify(algorithm)
 
 
 def _limit(

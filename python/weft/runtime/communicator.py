@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from weft.collectives.calls import Collectives
+    from weft.collectives.ir import Algorithm
 
 
 def device_name(device: Any) -> str:
@@ -153,27 +154,45 @@ class Communicator:
         return self._collectives
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result.
 
         Args:
             tensor: contiguous, on this communicator's device; the same dtype and number of elements on all ranks.
             op: sum, product, min, max or average.
+            algorithm: one of your own, in the place of the chosen one: from a program's compile() or from
+                weft.collectives.load(). The calls below have it, too.
         Collective, as all that follow. On CUDA in the current stream's order, and may be captured; on the CPU finished
         on return. One caller at a time. Raises: Error for a wrong argument, before anything moves; PeerLost.
         """
-        return self.collectives.all_reduce(tensor, op, out=out)
+        return self.collectives.all_reduce(tensor, op, out=out, algorithm=algorithm)
 
-    def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> torch.Tensor:
         """Return all ranks' tensors as [ranks, *shape], in rank order; ``out`` has that many elements."""
-        return self.collectives.all_gather(tensor, out=out)
+        return self.collectives.all_gather(tensor, out=out, algorithm=algorithm)
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks; return part ``rank`` of the first dimension, which divides by the ranks."""
-        return self.collectives.reduce_scatter(tensor, op, out=out)
+        return self.collectives.reduce_scatter(tensor, op, out=out, algorithm=algorithm)
 
     def all_to_all(
         self,
@@ -182,6 +201,7 @@ class Communicator:
         out: torch.Tensor | None = None,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Send part q of ``tensor`` to rank q; return the parts that came, in rank order.
 
@@ -189,30 +209,57 @@ class Communicator:
         how many rows come from each rank.
         """
         return self.collectives.all_to_all(
-            tensor, out=out, input_splits=input_splits, output_splits=output_splits
+            tensor, out=out, input_splits=input_splits, output_splits=output_splits, algorithm=algorithm
         )
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None
+    ) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root``'s; return it."""
-        return self.collectives.broadcast(tensor, root)
+        return self.collectives.broadcast(tensor, root, algorithm=algorithm)
 
-    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: Algorithm | None = None,
+    ) -> torch.Tensor:
         """Reduce over all ranks into rank ``root``'s ``tensor``, in place; return it. Other ranks' tensors stay."""
-        return self.collectives.reduce(tensor, root, op)
+        return self.collectives.reduce(tensor, root, op, algorithm=algorithm)
 
     def gather(
-        self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
-        return self.collectives.gather(tensor, root, out=out)
+        return self.collectives.gather(tensor, root, out=out, algorithm=algorithm)
 
-    def scatter(self, tensor: torch.Tensor | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def scatter(
+        self,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor,
+        root: int = 0,
+        *,
+        algorithm: Algorithm | None = None,
+    ) -> torch.Tensor:
         """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor`` and return it; other ranks pass None."""
-        return self.collectives.scatter(tensor, out, root)
+        return self.collectives.scatter(tensor, out, root, algorithm=algorithm)
 
-    def send_recv(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def send_recv(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> torch.Tensor:
         """Pass ``tensor`` to the next rank; return what the previous one passed."""
-        return self.collectives.send_recv(tensor, out=out)
+        return self.collectives.send_recv(tensor, out=out, algorithm=algorithm)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send to rank ``dst``, which calls recv(); the other ranks do nothing. The first use of a communicator's

@@ -15,8 +15,8 @@ from torch import Tensor
 from weft.bench.collective import CALLS
 from weft.collectives.call_checks import chunk_counts
 from weft.collectives.calls import Collectives
-from weft.collectives.compile import read_source
 from weft.collectives.contract import Collective
+from weft.collectives.files import read_source
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.variants import Choice, parse_choice

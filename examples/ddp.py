@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     if args.backend == "weft":
-        import weft.collectives.torch_backend  # noqa: F401 - registers it
+        import weft  # noqa: F401 - makes the backend known
     is_cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_cuda else torch.device("cpu")
     if is_cuda:

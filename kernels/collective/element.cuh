@@ -19,6 +19,8 @@ WEFT_DEVICE constexpr uint32_t element_bytes(Element element) {
       return 1;
     case Element::kFp16:
     case Element::kBf16:
+    case Element::kInt16:
+    case Element::kUint16:
       return 2;
     case Element::kFp64:
     case Element::kInt64:
@@ -84,7 +86,10 @@ struct Product {
   WEFT_DEVICE static T apply(T a, T b) {
     return static_cast<T>(a * b);
   }
-  // Signed integers wrap.
+  // Integers wrap. A product of 16-bit ones is computed as int, which has no room for it.
+  WEFT_DEVICE static uint16_t apply(uint16_t a, uint16_t b) {
+    return static_cast<uint16_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
+  }
   WEFT_DEVICE static int32_t apply(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
   }
@@ -104,6 +109,17 @@ struct Max {
   WEFT_DEVICE static T apply(T a, T b) {
     return ((a > b) | (a != a)) ? a : b;
   }
+};
+
+// Of the bits of integers, whatever their width.
+struct And {
+  WEFT_DEVICE static uint64_t apply(uint64_t a, uint64_t b) { return a & b; }
+};
+struct Or {
+  WEFT_DEVICE static uint64_t apply(uint64_t a, uint64_t b) { return a | b; }
+};
+struct Xor {
+  WEFT_DEVICE static uint64_t apply(uint64_t a, uint64_t b) { return a ^ b; }
 };
 
 // An element divided by a number. Integers round towards zero.
@@ -199,12 +215,23 @@ template <> struct FormatOf<Element::kInt32> { using Type = Plain<int32_t>; };
 template <> struct FormatOf<Element::kUint32> { using Type = Plain<uint32_t>; };
 template <> struct FormatOf<Element::kInt64> { using Type = Plain<int64_t>; };
 template <> struct FormatOf<Element::kUint64> { using Type = Plain<uint64_t>; };
+template <> struct FormatOf<Element::kInt16> { using Type = Plain<int16_t>; };
+template <> struct FormatOf<Element::kUint16> { using Type = Plain<uint16_t>; };
 
 template <> struct OpOf<Reduction::kSum> { using Type = Sum; };
 template <> struct OpOf<Reduction::kProduct> { using Type = Product; };
 template <> struct OpOf<Reduction::kMin> { using Type = Min; };
 template <> struct OpOf<Reduction::kMax> { using Type = Max; };
 template <> struct OpOf<Reduction::kAverage> { using Type = Average; };
+template <> struct OpOf<Reduction::kAnd> { using Type = And; };
+template <> struct OpOf<Reduction::kOr> { using Type = Or; };
+template <> struct OpOf<Reduction::kXor> { using Type = Xor; };
+
+// What an operation takes a format's vectors for: operations on bits are the same for all, and compiled once.
+template <class Format, class Op> struct TakenFor { using Type = Format; };
+template <class Format> struct TakenFor<Format, And> { using Type = Plain<uint64_t>; };
+template <class Format> struct TakenFor<Format, Or> { using Type = Plain<uint64_t>; };
+template <class Format> struct TakenFor<Format, Xor> { using Type = Plain<uint64_t>; };
 // clang-format on
 
 // Calls f with the format of the shape's element type.
@@ -225,7 +252,7 @@ WEFT_DEVICE void with_combiner(const Shape& shape, F f) {
         shape, [](const auto& s) { return s.reduction; },
         [&](auto reduction) {
           using Op = typename element::OpOf<decltype(reduction)::value>::Type;
-          f(element::Combiner<decltype(format), Op>{});
+          f(element::Combiner<typename element::TakenFor<decltype(format), Op>::Type, Op>{});
         });
   });
 }

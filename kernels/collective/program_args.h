@@ -55,10 +55,12 @@ enum class Element : uint32_t {
   kUint32,
   kInt64,
   kUint64,
+  kInt16,
+  kUint16,
 };
-inline constexpr uint32_t kElements = 12;
-enum class Reduction : uint32_t { kSum = 0, kProduct, kMin, kMax, kAverage };
-inline constexpr uint32_t kReductions = 5;
+inline constexpr uint32_t kElements = 14;
+enum class Reduction : uint32_t { kSum = 0, kProduct, kMin, kMax, kAverage, kAnd, kOr, kXor };
+inline constexpr uint32_t kReductions = 8;
 enum class Protocol : uint32_t { kSimple = 0, kLl, kLl128 };
 inline constexpr uint32_t kProtocols = 3;
 enum class BufferId : uint32_t { kInput = 0, kOutput, kScratch };

@@ -27,7 +27,7 @@ WEFT_DEVICE void call_with(F& f) {
 // field: a lambda without captures.
 template <class Enum, uint32_t kCount, class Shape, class Field, class F>
 WEFT_DEVICE void with_constant(const Shape& shape, Field field, F f) {
-  static_assert(kCount <= 12, "add cases");
+  static_assert(kCount <= 14, "add cases");
   if constexpr (kIsConstant<Shape>) {
     f(Constant<static_cast<Enum>(field(Shape{}))>{});
   } else {
@@ -56,6 +56,10 @@ WEFT_DEVICE void with_constant(const Shape& shape, Field field, F f) {
         return call_with<Enum, kCount, 10>(f);
       case 11:
         return call_with<Enum, kCount, 11>(f);
+      case 12:
+        return call_with<Enum, kCount, 12>(f);
+      case 13:
+        return call_with<Enum, kCount, 13>(f);
     }
   }
 }

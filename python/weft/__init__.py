@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from weft.errors import Error, NotInstalled, PeerLost
+from weft.runtime import torch_registration
 
 if TYPE_CHECKING:
     from weft.moe.buffer import Buffer
@@ -100,3 +101,6 @@ def _load_core() -> ModuleType:
     libfabric.offer(core)
     atexit.register(core.finish_preparing)
     return core
+
+
+torch_registration.register()

@@ -12,10 +12,11 @@
 namespace weft {
 namespace {
 
-constexpr const char* kElementNames[kElements] = {"float32",     "float16", "bfloat16", "float8_e4m3fn",
-                                                  "float8_e5m2", "float64", "int8",     "uint8",
-                                                  "int32",       "uint32",  "int64",    "uint64"};
-constexpr const char* kReductionNames[kReductions] = {"sum", "product", "min", "max", "average"};
+constexpr const char* kElementNames[kElements] = {
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64", "int8",
+    "uint8",   "int32",   "uint32",   "int64",         "uint64",      "int16",   "uint16"};
+constexpr const char* kReductionNames[kReductions] = {"sum",     "product", "min", "max",
+                                                      "average", "band",    "bor", "bxor"};
 constexpr size_t kWords = sizeof(CallRecord) / sizeof(uint64_t);
 
 using Words = std::array<uint64_t, kWords>;

@@ -291,7 +291,7 @@ def test_checked_calls_are_refused_at_once_and_leave_nothing(pool: RankPool, nam
 
 
 def _buckets(rank: Rank) -> list[str]:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+    import weft  # noqa: F401 - registers the backend
 
     dist.destroy_process_group()
     rank.group = None

@@ -131,7 +131,7 @@ def test_modes_and_transforms_are_refused() -> None:
 
 
 def _backend(rank: Rank) -> None:
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+    import weft  # noqa: F401 - registers the backend
 
     dist.init_process_group(
         "weft",

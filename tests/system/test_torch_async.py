@@ -229,7 +229,7 @@ def test_profilers_see_asynchronous_calls() -> None:
 def test_a_program_that_ends_with_calls_under_way_ends(tmp_path: Path) -> None:
     """Nobody waits for them, and nobody destroys the group."""
     program = """
-        import sys, torch, torch.distributed as dist, weft.collectives.torch_backend
+        import sys, torch, torch.distributed as dist, weft
         rank = int(sys.argv[1])
         dist.init_process_group("weft", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=2)
         total = torch.ones(1000)

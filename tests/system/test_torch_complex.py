@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft.collectives.torch_backend  # registers the backend
+import weft
 from weft.testing.ranks import Rank, run_ranks
 
 
@@ -16,11 +16,11 @@ def _complex(rank: Rank) -> None:
     given = torch.full((2 * rank.size,), 1 + 2j)
     out = torch.empty(2, dtype=given.dtype)
     for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-        with pytest.raises(weft.Error, match=r"^op: got .*SUM or AVG of torch.complex64"):
+        with pytest.raises(weft.Error, match=r"^op: got .*SUM, AVG or PREMUL_SUM of torch.complex64"):
             dist.reduce(given, 0, op, group=group)
-        with pytest.raises(weft.Error, match=r"^op: got .*SUM or AVG of torch.complex64"):
+        with pytest.raises(weft.Error, match=r"^op: got .*SUM, AVG or PREMUL_SUM of torch.complex64"):
             dist.reduce_scatter_tensor(out, given, op, group=group)
-        with pytest.raises(weft.Error, match=r"^op: got .*SUM or AVG of torch.complex64"):
+        with pytest.raises(weft.Error, match=r"^op: got .*SUM, AVG or PREMUL_SUM of torch.complex64"):
             dist.reduce_scatter(out, list(given.chunk(rank.size)), op, group=group)
     dist.reduce_scatter_tensor(out, given, group=group)
     assert out.tolist() == [rank.size * (1 + 2j)] * 2

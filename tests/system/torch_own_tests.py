@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+import weft  # noqa: F401 - registers the backend
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -13,7 +13,7 @@ from weft.testing.ranks import Rank
 
 def join(rank: Rank, limit_s: float = 60, device_id: torch.device | None = None) -> None:
     """Make the group; limit_s is its timeout."""
-    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+    import weft  # noqa: F401 - registers the backend
 
     dist.init_process_group(
         "weft",

@@ -7,18 +7,25 @@ Every check raises weft.Error that names the argument, what was given and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft.collectives.contract import Buffer
 from weft.collectives.ir import Algorithm
-from weft.collectives.rows import ELEMENTS, REDUCTIONS
+from weft.collectives.rows import BITWISE, ELEMENTS, MOVED_ELEMENTS, REDUCTIONS
 from weft.errors import invalid, shortened
 from weft.runtime.tensors import PLAIN, index_of, unlike_memory
 
-DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
+
+def _dtypes(elements: Mapping[str, int]) -> dict[torch.dtype, int]:
+    """Return the core's numbers of element types, by torch's types, as far as this torch has them."""
+    return {getattr(torch, name): number for name, number in elements.items() if hasattr(torch, name)}
+
+
+DTYPES = _dtypes({**ELEMENTS, **MOVED_ELEMENTS})
+_REDUCED = _dtypes(ELEMENTS)
 
 
 class CallChecks:
@@ -178,8 +185,14 @@ def reduction_number(op: str, dtype: torch.dtype) -> int:
     """Return the core's number of an operation on elements of that type."""
     if not isinstance(op, str) or op not in REDUCTIONS:
         raise invalid("op", op, ", ".join(REDUCTIONS))
+    if dtype not in _REDUCED:
+        raise invalid(
+            "op", f"{op} of {dtype}", f"moves of it alone; reductions of {', '.join(map(str, _REDUCED))}"
+        )
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise invalid("op", f"{op} of {dtype}", f"{op} of integers and torch.bool")
     if dtype is not torch.bool:
         return REDUCTIONS[op]
     if op == "average":
-        raise invalid("op", op, "sum, product, min or max of torch.bool")
+        raise invalid("op", op, "sum, product, min, max, band, bor or bxor of torch.bool")
     return REDUCTIONS[{"sum": "max", "product": "min"}.get(op, op)]  # or, and: a byte of a bool is 0 or 1

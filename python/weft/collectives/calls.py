@@ -11,8 +11,10 @@ same dtype and number of elements, except where sizes are said to differ. On CUD
 stream and may be captured in a graph, whose order counts then. Otherwise calls on several streams run one after the
 other, in the order of the calls; sends and receives only after earlier collectives. On the CPU a call is finished on
 return.
-"op" is one of sum, product, min, max, average; a sum of torch.bool is "or", a product "and". "algorithm" is an
-Algorithm to use instead of the chosen one, or a selector's Choice, which also says how it runs.
+"op" is one of sum, product, min, max, average; of integers and torch.bool also band, bor, bxor, of their bits. A sum
+of torch.bool is "or", a product "and". Types without arithmetic of their own, such as float8_e8m0fnu, are moved and not
+reduced. "algorithm" is an Algorithm to use instead of the chosen one, or a selector's Choice, which also says how it
+runs.
 Threads: one caller at a time, the same order of calls on all ranks.
 Raises: Error for a wrong argument, before anything moves; PeerLost, naming the rank that was waited for.
 """
@@ -332,7 +334,9 @@ class Collectives(CallRunner):
             self._checks.form(algorithm, input, output, elems)
         source = output if input is None else input
         part = elems * loaded.per_part
-        reduction = reduction_number(op, like.dtype)
+        reduction = reduction_number(
+            op, like.dtype if loaded.reduces else torch.uint8
+        )  # bytes, where it only moves
         places = address_of("input", source), address_of("output", output)
         call = Call(*places, part, element, reduction, stream=self._stream())
         self._need_executor().run(loaded, call)

@@ -71,7 +71,7 @@ def fingerprint(algorithm: Algorithm) -> int:
 class Loaded:
     """An algorithm that the executor knows; ``number`` is the core's name for it.
 
-    ``has_average``: it can run with reduction "average".
+    ``has_average``: it can run with reduction "average". ``reduces``: some step combines values.
     """
 
     algorithm: Algorithm
@@ -79,6 +79,7 @@ class Loaded:
     protocol: int
     per_part: int
     has_average: bool
+    reduces: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Executor:
         return Loaded(
             *(algorithm, number, protocol_number(algorithm), chunks_of_part(algorithm)),
             ended_sums(algorithm).has_average,
+            any(step.op.reduces for _, _, block in algorithm.blocks() for step in block.steps),
         )
 
     def run(self, program: Loaded, call: Call) -> None:

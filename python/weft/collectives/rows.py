@@ -30,10 +30,17 @@ ELEMENTS = {
     "uint32": 9,
     "int64": 10,
     "uint64": 11,
+    "int16": 12,
+    "uint16": 13,
     "bool": 7,
 }
-ELEMENT_BYTES = (4, 2, 2, 1, 1, 8, 1, 1, 4, 4, 8, 8)  # by that number
-REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 4}
+# Types that are moved as bytes, and not reduced.
+MOVED_ELEMENTS = dict.fromkeys(
+    ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), 7
+)
+ELEMENT_BYTES = (4, 2, 2, 1, 1, 8, 1, 1, 4, 4, 8, 8, 2, 2)  # by that number
+REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 4, "band": 5, "bor": 6, "bxor": 7}
+BITWISE = ("band", "bor", "bxor")  # of integers and bool
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch.distributed backend "weft".
 
-    import weft.collectives.torch_backend                       # or weft.collectives.register_torch_backend()
+    import weft                                    # makes it known: weft.runtime.torch_registration says when
     torch.distributed.init_process_group(backend="weft")
 
 It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory.
@@ -15,7 +15,11 @@ It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ra
   may send to itself: such a send ends with the receive that takes it, and recv_anysource() does not see it.
 * Lists of all_gather and reduce_scatter may have another size for each rank, the same ones on all ranks.
 
-Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
+* A group may be split: torch.distributed.split_group().
+
+Reductions: SUM, PRODUCT, MIN, MAX, AVG; PREMUL_SUM with a number or a tensor as its factor; BAND, BOR, BXOR of integers
+and bool; SUM and PREMUL_SUM of sparse COO tensors. Types that are moved and not reduced: float8_e8m0fnu,
+float8_e4m3fnuz, float8_e5m2fnuz, float4_e2m1fn_x2.
 Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
 """
 
@@ -32,11 +36,13 @@ import torch
 import torch.distributed as dist
 
 from weft import _core
+from weft.collectives.call_checks import copy_into
 from weft.collectives.calls import Collectives
 from weft.collectives.calls_in_order import CallsInOrder
 from weft.collectives.monitored_barrier import MonitoredBarrier
 from weft.collectives.own_messages import OwnMessages
 from weft.collectives.peer_threads import PeerThreads
+from weft.collectives.torch_reduction import Asked, asked_of
 from weft.collectives.torch_tensors import (
     add_up,
     are_even,
@@ -60,45 +66,31 @@ from weft.collectives.torch_work import (
 )
 from weft.errors import PeerLost, invalid
 from weft.runtime.communicator import connect
-from weft.runtime.forks import claim
 from weft.runtime.roll_call import Gathering, RollCall
-
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.AVG: "average",
-}
-
+from weft.runtime.torch_registration import device_types
 
 # Untyped: torch has two signatures for each method, and calls the older ones here.
 _ProcessGroup: Any = dist.ProcessGroup
+_Backend: Any = torch._C._distributed_c10d.Backend
 
 
-def _op(options: Any, tensor: torch.Tensor) -> str:
-    """Return the name of the reduction that a call's options ask for, of such a tensor."""
-    given = getattr(options, "reduceOp", dist.ReduceOp.SUM)
-    for known, name in _OPS.items():
-        if given == known:
-            if tensor.is_complex() and name not in ("sum", "average"):  # of each part by itself
-                raise invalid("op", name, f"SUM or AVG of {tensor.dtype}")
-            return name
-    raise invalid("op", _name_of(given), "SUM, PRODUCT, MIN, MAX or AVG")
+class _Half(_Backend):  # type: ignore[misc]
+    """What torch's C++ half of a group takes for its backend, so that it has a name there. It serves no call."""
 
+    def getBackendName(self) -> str:
+        return "weft"
 
-def _name_of(op: Any) -> str:
-    """Return what torch calls a reduction that has no word here, such as BAND."""
-    return str(op.op if isinstance(op, dist.ReduceOp) else op).rpartition(".")[2]
+    def shutdown(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
-    # What torch asks of a backend before it uses one of these. Sends and receives are not batched; a group is not cut
-    # in two, new ones are made.
+    # What torch asks of a backend before it uses one of these. Sends and receives are not batched.
     supports_coalescing = False
-    supports_splitting = False
+    supports_splitting = True
     supports_shrinking = False
     supports_tensor_alloc = False
 
@@ -108,6 +100,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = rank, size
         self._timeout_s = timeout.total_seconds()
         self._store = store
+        self._splits = 0  # calls of split_group(), alike on all ranks
+        self._join_torch()
         self._roll = RollCall(self._part_of_store("processes"), rank)
         self._order = CallsInOrder("weft-collectives")
         self._together: list[Any] | None = None  # works of calls that torch wants together
@@ -145,11 +139,58 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             self._name = str(dist.distributed_c10d._world.pg_names[self])
         return self._name
 
+    def _join_torch(self) -> None:
+        """Give torch's C++ half what names and devices it asks a group for, where its backends can be Python's."""
+        try:
+            half = _Half(self._rank, self._size)
+        except TypeError:  # an older torch, which asks for none
+            return
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(kind)
+        for device in self._device_types:
+            self._register_backend(device, kind, half)
+
     @property
     def _device_types(self) -> list[torch.device]:
-        # torch takes a group that has devices before it is listed for one of its own, which this is not.
-        is_listed = self in dist.distributed_c10d._world.pg_names
-        return [torch.device("cpu"), torch.device("cuda")] if is_listed else []
+        return [torch.device(kind) for kind in device_types()]
+
+    @property
+    def options(self) -> Any:
+        """What torch asks a backend for: its timeout."""
+        return _Backend.Options("weft", timedelta(seconds=self._timeout_s))
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> WeftGroup | None:
+        """Return a group of some of this group's ranks, in that order; None on the others. All ranks of the group call.
+
+        opts, device_types: nothing depends on them.
+        """
+        self._splits += 1
+        if self._rank not in new_ranks:
+            return None
+        name = f"split/{self._splits}/{'-'.join(map(str, new_ranks))}"
+        group = WeftGroup(
+            self._part_of_store(name),
+            *(new_ranks.index(self._rank), len(new_ranks)),
+            timeout or timedelta(seconds=self._timeout_s),
+        )
+        group._set_group_name(group_name or f"{self.group_name}/{name}")
+        group._set_group_desc(group_desc or "undefined")
+        return group
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Connect all ranks now; torch calls it where a group is made for a device."""
+        self._of(torch.empty(0, device=device))
 
     def _get_backend(self, device: torch.device) -> WeftGroup:
         return self
@@ -207,13 +248,13 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
-                add_up(tensor, _op(opts, tensor), self._of)
+                add_up(tensor, asked_of(opts, tensor), self._of)
             else:
-                in_place(tensor, partial(self._sum_of_all, op=_op(opts, tensor)))
+                in_place(tensor, partial(self._sum_of_all, asked=asked_of(opts, tensor)))
         return list(tensors)
 
-    def _sum_of_all(self, tensor: torch.Tensor, op: str) -> None:
-        self._of(tensor).all_reduce(tensor, op)
+    def _sum_of_all(self, tensor: torch.Tensor, asked: Asked) -> None:
+        self._of(tensor).all_reduce(asked.scaled(tensor), asked.op, out=tensor)
 
     allreduce_coalesced = allreduce
 
@@ -226,11 +267,14 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            in_place(tensor, partial(self._sum_at, root=opts.rootRank, op=_op(opts, tensor)))
+            in_place(tensor, partial(self._sum_at, root=opts.rootRank, asked=asked_of(opts, tensor)))
         return list(tensors)
 
-    def _sum_at(self, tensor: torch.Tensor, root: int, op: str) -> None:
-        self._of(tensor).reduce(tensor, root, op)
+    def _sum_at(self, tensor: torch.Tensor, root: int, asked: Asked) -> None:
+        given = asked.scaled(tensor)
+        self._of(tensor).reduce(given, root, asked.op)
+        if self._rank == root:
+            copy_into(tensor, given)
 
     @collective("all_gather", 1)
     def allgather(
@@ -291,9 +335,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         return output
 
     def _scatter_sums(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> None:
-        op = _op(opts, output)
-        given = real_of(tensor).contiguous().view(self._size, -1)
-        into(output, lambda out: self._of(given).reduce_scatter(given, op, out=out))
+        asked = asked_of(opts, output)
+        given = asked.scaled(real_of(tensor).contiguous()).view(self._size, -1)
+        into(output, lambda out: self._of(given).reduce_scatter(given, asked.op, out=out))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, tensor, opts)
@@ -305,7 +349,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         for output, parts in zip(outputs, inputs, strict=True):
             check_parts("inputs", parts, self._size, output, self._rank)
             if not are_even(parts):
-                reduce_scatter_uneven(output, parts, self._rank, _op(opts, output), self._of)
+                reduce_scatter_uneven(output, parts, self._rank, asked_of(opts, output), self._of)
                 continue
             given = torch.stack([real_of(part).contiguous() for part in parts])
             self._scatter_sums(output, given, opts)
@@ -497,18 +541,3 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(work)
         return work
-
-
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> WeftGroup:
-    if dist.is_initialized():  # a child that was forked would answer in the store of its parent's groups
-        claim("group", dist.group.WORLD)
-    return WeftGroup(store, rank, size, timeout)
-
-
-def register() -> None:
-    """Make "weft" known to torch.distributed; once is enough."""
-    if "weft" not in getattr(dist.Backend, "backend_list", []):
-        dist.Backend.register_backend("weft", _create, devices=["cpu", "cuda"])
-
-
-register()

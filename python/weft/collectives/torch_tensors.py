@@ -2,7 +2,7 @@
 """Tensors as torch.distributed gives them, of any strides, complex or sparse, as what collectives take.
 
 in_place(tensor, lambda dense: collectives.all_reduce(dense))
-add_up(sparse, "sum", lambda tensor: collectives)
+add_up(sparse, Asked("sum"), lambda tensor: collectives)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from weft.collectives.calls import Collectives
+from weft.collectives.torch_reduction import Asked
 from weft.errors import invalid
 from weft.runtime.tensors import PLAIN, unlike_memory
 
@@ -88,21 +89,21 @@ def gather_uneven(parts: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int
 
 
 def reduce_scatter_uneven(
-    output: torch.Tensor, parts: Sequence[torch.Tensor], rank: int, op: str, of: CollectivesOf
+    output: torch.Tensor, parts: Sequence[torch.Tensor], rank: int, asked: Asked, of: CollectivesOf
 ) -> None:
     """Fill ``output`` with the reduction of all ranks' ``parts[rank]``; sizes as gather_uneven() has them."""
-    result = real_of(parts[rank]).clone(memory_format=torch.contiguous_format)
+    result = asked.scaled(real_of(parts[rank]).clone(memory_format=torch.contiguous_format))
     for root, part in enumerate(parts):
-        given = result if root == rank else real_of(part).contiguous()
-        of(given).reduce(given, root, op)
+        given = result if root == rank else asked.scaled(real_of(part).contiguous())
+        of(given).reduce(given, root, asked.op)
     real = real_of(output)
     real.copy_(result.view(real.shape))
 
 
-def add_up(tensor: torch.Tensor, op: str, of: CollectivesOf) -> None:
+def add_up(tensor: torch.Tensor, asked: Asked, of: CollectivesOf) -> None:
     """Add up sparse COO tensors of one form; each rank may have other elements, and as many as it likes."""
-    if op != "sum":
-        raise invalid("op", op, "SUM, for sparse tensors")
+    if asked.op != "sum":
+        raise invalid("op", asked.op, "SUM or PREMUL_SUM, for sparse tensors")
     own = tensor.detach().coalesce()
     indices, values = own.indices(), real_of(own.values())
     form = [own.sparse_dim(), *own.shape, *values.shape[1:]]
@@ -114,7 +115,7 @@ def add_up(tensor: torch.Tensor, op: str, of: CollectivesOf) -> None:
         )
     sizes = counts[:, 0].tolist()
     all_indices = _gather_rows(indices.t().contiguous(), sizes, of)
-    all_values = _gather_rows(values.contiguous(), sizes, of)
+    all_values = _gather_rows(asked.scaled(values.contiguous()), sizes, of)
     if own.is_complex():
         all_values = torch.view_as_complex(all_values)
     total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()

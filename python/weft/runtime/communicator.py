@@ -165,7 +165,7 @@ class Communicator:
 
         Args:
             tensor: contiguous, on this communicator's device; the same dtype and number of elements on all ranks.
-            op: sum, product, min, max or average.
+            op: sum, product, min, max or average; of integers and torch.bool also band, bor or bxor.
             algorithm: one of your own, in the place of the chosen one: from a program's compile() or from
                 weft.collectives.load(). The calls below have it, too.
         Collective, as all that follow. On CUDA in the current stream's order, and may be captured; on the CPU finished

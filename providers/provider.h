@@ -62,7 +62,8 @@ enum Access : uint32_t {
   kLocal = 0,  // source of writes, target of own reads
   kRemoteRead = 1,
   kRemoteWrite = 2,
-  kLent = 4,  // for a moment: written and read by post_lent() alone
+  kLent = 4,      // for a moment: written and read by post_lent() alone
+  kReadOnly = 8,  // nothing writes to it, this process included: its pages may be such
 };
 
 struct Range {

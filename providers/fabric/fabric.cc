@@ -137,7 +137,8 @@ class FabricRail : public Rail {
     fi::MrAttr attr{};
     attr.mr_iov = &part;
     attr.iov_count = 1;
-    attr.access = fi::kSend | fi::kRecv | fi::kRead | fi::kWrite;
+    attr.access = fi::kSend | fi::kWrite;
+    if (!(access & kReadOnly)) attr.access |= fi::kRecv | fi::kRead;
     if (access & kRemoteRead) attr.access |= fi::kRemoteRead;
     if (access & kRemoteWrite) attr.access |= fi::kRemoteWrite;
     if (!(mr_mode_ & fi::kMrProvKey)) {

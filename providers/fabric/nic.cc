@@ -11,6 +11,7 @@ namespace weft::provider {
 namespace {
 
 constexpr uint32_t kTxDepthMax = 1024;
+constexpr uint64_t kCopiedPerPost = 1 << 20;
 
 Caps caps_of(const fi::Info& info, const std::string& kind) {
   Caps caps;
@@ -26,6 +27,8 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.pages_apart = kind == "tcp";
   caps.takes_loans = kind == "tcp";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
+  // To processes of this host a write is a copy by this one, under way until the call returns.
+  if (kind == "shm") caps.write_bytes_max = std::min(caps.write_bytes_max, kCopiedPerPost);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
   // shm copies what it can inject; the rest the peer fetches, perhaps after this process has let go of it.
   if (kind == "shm") caps.message_bytes_max = std::min(caps.message_bytes_max, info.tx_attr->inject_size);

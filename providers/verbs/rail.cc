@@ -90,7 +90,7 @@ void VerbsRail::forget(Route route) {
 }
 
 Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
-  int flags = ib::kAccessLocalWrite;
+  int flags = access & kReadOnly ? 0 : ib::kAccessLocalWrite;
   if (access & kRemoteRead) flags |= ib::kAccessRemoteRead;
   if (access & kRemoteWrite) flags |= ib::kAccessRemoteWrite;
   ib::Mr* mr = range.kind == MemoryKind::kCuda ? enroll_cuda(range, flags) : nullptr;

@@ -132,7 +132,8 @@ void bind_handles(nb::module_& module) {
       .def_prop_ro("is_registered", &Memory::is_registered)
       .def_fact("path", [](const Memory& memory) { return to_string(memory.path().path); })
       .def_fact("path_reason", [](const Memory& memory) { return memory.path().reason; })
-      .def_fact("access", &Memory::access);
+      .def_fact("access", &Memory::access)
+      .def_fact("is_read_only", &Memory::is_read_only);
   OwnedClass<Peer>(module, "TransferPeer")
       .def_fact("name", &Peer::name)
       .def_fact("id", &Peer::id)
@@ -159,6 +160,9 @@ void bind_handles(nb::module_& module) {
       .def_fact("kind", [](const Transfer& t) { return to_string(t.kind()); })
       .def_prop_ro("is_finished", &Transfer::is_finished)
       .def_prop_ro("bytes", &Transfer::bytes)
+      .def_prop_ro("bytes_done", &Transfer::bytes_done)
+      .def_prop_ro("pieces", &Transfer::pieces_in_all)
+      .def_prop_ro("pieces_done", &Transfer::pieces_done)
       .def_prop_ro("peer", &Transfer::peer)
       .def_prop_ro("outcome", [](const Transfer& t) { return outcome(t.status()); });
 }
@@ -195,6 +199,14 @@ void bind_providers(nb::module_& module) {
           },
           "seed"_a, "drop"_a, "duplicate"_a, "reorder"_a, "fail"_a, "delay"_a, "dies_after"_a,
           "spare_messages"_a);
+  // Of anything with a contiguous buffer, read-only ones too; whoever asks keeps it.
+  module.def("buffer_address", [](nb::handle buffer) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const auto address = reinterpret_cast<uint64_t>(view.buf);
+    PyBuffer_Release(&view);
+    return address;
+  });
   module.def("transfer_provider_names", &provider::provider_names);
   module.def("offer_libfabric", &provider::fi::offer_library, "path"_a);
   // (path, release, whether it outlives the death of a peer)
@@ -358,6 +370,11 @@ void bind_engine(nb::module_& module) {
       .def("wait",
            [](Engine& e, const Handle& transfer, double timeout_s) {
              check(released([&] { return e.wait(transfer, Deadline::after_s(timeout_s)); }));
+           })
+      .def("ends_within",  // whether it has ended, well or badly, when so many seconds have passed
+           [](Engine& e, const Handle& transfer, double seconds) {
+             static_cast<void>(released([&] { return e.wait(transfer, Deadline::after_s(seconds)); }));
+             return transfer->is_finished();
            })
       .def("wait_counter",
            [](Engine& e, const std::shared_ptr<Counter>& counter, uint64_t finished, double timeout_s) {

@@ -58,6 +58,10 @@ class Builder {
     if (memory && (memory->access() & kLent) && made_->kind_ != OpKind::kWrite)
       return Status::invalid("memory: got memory that is lent, allowed for {}: registered for longer",
                              to_string(made_->kind_));
+    const bool is_target = made_->kind_ == OpKind::kRead || made_->kind_ == OpKind::kRecv;
+    if (memory && memory->is_read_only() && is_target)
+      return Status::invalid("memory: got read-only memory as the target of a {}, allowed: writable memory",
+                             to_string(made_->kind_));
     if (how_.imm && !is_imm_allowed)
       return Status::invalid("imm: got {}, allowed: none with {}", *how_.imm, to_string(made_->kind_));
     if (how_.imm && *how_.imm > kImmIdMax)
@@ -100,7 +104,7 @@ class Builder {
   }
 
   void add_piece(const Transfer::Piece& piece) {
-    made_->bytes_ += piece.bytes;
+    made_->bytes_.store(made_->bytes() + piece.bytes, std::memory_order_relaxed);
     if (is_empty_)
       made_->first_ = piece;
     else
@@ -129,6 +133,7 @@ class Builder {
   Result<std::shared_ptr<Transfer>> submit() {
     if (made_->kind_ == OpKind::kWrite) choose_path();
     if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
+    made_->pieces_in_all_.store(static_cast<uint32_t>(made_->pieces()), std::memory_order_relaxed);
     made_->submitted_ = coarse_now();
     made_->began_ns_ = tally_now_ns();
     made_->deadline_ =
@@ -149,7 +154,7 @@ class Builder {
   void choose_path() {
     for (uint32_t target = 0; target <= made_->more_.size(); ++target)
       made_->staged_ = made_->staged_ || core_.wants_staging(*made_->memory_, *made_->remote(target),
-                                                             made_->pieces(), made_->bytes_);
+                                                             made_->pieces(), made_->bytes());
   }
 
   void place_imms() {

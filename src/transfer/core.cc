@@ -160,6 +160,7 @@ Status Core::closed_status() const {
 
 void Core::submit(std::shared_ptr<Transfer> transfer) {
   if (token.try_take()) {  // nobody is at it: post right here
+    copied_ = 0;
     start_submitted();
     start(std::move(transfer));
     if (++submissions_ % kSubmissionsPerPoll == 0) progress_held();
@@ -191,9 +192,10 @@ bool Core::progress() {
 bool Core::progress_held() {
   start_submitted();
   if (rails.empty()) return false;  // closed
-  const bool any = poll_rails();
+  bool any = poll_rails();
   if (!unposted_receives_.empty()) post_receives_again();
   if (!waiting_.empty()) pump();
+  any = any || copied_ > 0;
   if (staging_->is_busy()) staging_->pump_all();
   if (!out_messages_.empty()) flush_messages();
   if (++progress_calls_ % (any ? kCallsPerTick : kIdleCallsPerTick) == 0) {
@@ -220,6 +222,7 @@ void Core::run_worker() {
       if (active_) idle = std::min(idle, kIdlePolls - 1);
       post_receives_again();
       pump();
+      busy = busy || copied_ > 0;
       staging_->pump_all();
       flush_messages();
       if (const Clock::time_point now = Clock::now(); now - last_tick_ >= kTickEvery) tick(now);
@@ -253,6 +256,7 @@ void Core::start_submitted() {
 bool Core::poll_rails() {
   bool any = false;
   ++turn_;
+  copied_ = 0;
   for (size_t i = 0; i < rails.size(); ++i) {
     const size_t came = rails[i].rail->poll(events_.data(), events_.size());
     for (size_t e = 0; e < came; ++e) on_event(rails[i], events_[e]);
@@ -328,6 +332,8 @@ void Core::on_part_end(RailState& rail, const Flight& ended, Transfer* transfer,
     return;
   }
   if (ended.use == Flight::Use::kPack) staging_->on_posted(*ended.peer, ended.slot);
+  if (transfer && ended.use == Flight::Use::kPiece)
+    note_moved(*transfer, ended.moved_bytes, ended.moved_pieces);
   if (transfer) settle(*transfer);
 }
 
@@ -368,6 +374,7 @@ Flight* Core::take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* 
   flight->transfer = transfer;
   flight->bytes = 0;
   flight->carries = 1;
+  flight->moved_bytes = flight->moved_pieces = 0;
   return flight;
 }
 
@@ -438,7 +445,7 @@ std::string Core::dump() {
     out += text("  peer '{}' ({}): {}, life {}\n", peer->name(), peer->id(), to_string(peer->state()),
                 peer->life_);
   for (Transfer* t = active_; t; t = t->active_next_)
-    out += text("  {} of {} bytes: {}, {}\n", to_string(t->kind_), t->bytes_, to_string(t->phase()),
+    out += text("  {} of {} bytes: {}, {}\n", to_string(t->kind_), t->bytes(), to_string(t->phase()),
                 describe_progress(*t));
   return out;
 }

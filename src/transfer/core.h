@@ -69,6 +69,8 @@ struct Flight : Context {
   uint32_t rail = 0;
   uint32_t slot = 0;             // kPack: staging slot
   uint32_t carries = 1;          // kGathered: so many transfers
+  uint64_t moved_bytes = 0;      // kPiece: of the transfer,
+  uint32_t moved_pieces = 0;     // and how many of its pieces
   Transfer* transfer = nullptr;  // kPiece, kNotice, kShortSend, kPack; kGathered: the first of a list
   Peer* peer = nullptr;          // all but kReceive
   char* buffer = nullptr;        // kMessage, kShortSend, kReceive
@@ -209,6 +211,10 @@ class Core {
   void unlist_active(Transfer& transfer);
   void pump();
   static constexpr uint32_t kPiecesPerTurn = 32;  // of one transfer, before others get theirs
+  // Where a post copies: by all transfers, before the token is free again. Who submits one lasts no longer.
+  static constexpr uint64_t kCopiedPerTurn = 4 << 20;
+  bool has_copied_enough() const { return copied_ >= kCopiedPerTurn; }
+  void note_moved(Transfer& transfer, uint64_t bytes, size_t pieces);
   bool post_pieces(Transfer& transfer, uint32_t quota);
   Posted book(Flight* flight, Posted posted);
   void count_at_once(Peer::Path& path);
@@ -289,7 +295,8 @@ class Core {
   bool write_imm_ = true;
   uint32_t progress_calls_ = 0;
   uint32_t submissions_ = 0;
-  uint32_t turn_ = 0;  // of polling
+  uint32_t turn_ = 0;    // of polling
+  uint64_t copied_ = 0;  // by posts that were through at once, in this turn or submission
   Clock::time_point last_tick_{};
   Clock::time_point looked_{};  // at peers' processes
   std::string last_loss_;       // of a peer that did not leave in peace: who, and why

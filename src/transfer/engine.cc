@@ -72,9 +72,12 @@ std::vector<const Rail*> Engine::rails() const {
 Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uint32_t access) {
   if (!range.data || range.bytes == 0)
     return Status::invalid("memory: got {} bytes at {}, allowed: 1 byte or more", range.bytes, range.data);
-  if ((access & ~uint32_t{kRemoteRead | kRemoteWrite}) && access != uint32_t{kRemoteWrite | kLent})
+  if ((access & ~uint32_t{kRemoteRead | kRemoteWrite | kReadOnly}) &&
+      access != uint32_t{kRemoteWrite | kLent})
     return Status::invalid("access: got {}, allowed: local, remote read, remote write, lent for writes",
                            access);
+  if ((access & kReadOnly) && (access & kRemoteWrite))
+    return Status::invalid("access: got remote write of memory that is read-only, allowed: remote read");
   for (const RailState& state : core_->rails)
     if ((access & kLent) && !state.rail->caps().takes_loans)
       return Status::make(Code::kUnsupported, "memory: {} takes no loans", state.rail->nic().name);

@@ -39,6 +39,7 @@ namespace weft::transfer {
 using provider::Access;
 using provider::kLent;
 using provider::kLocal;
+using provider::kReadOnly;
 using provider::kRemoteRead;
 using provider::kRemoteWrite;
 

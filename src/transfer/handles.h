@@ -40,6 +40,7 @@ class Memory {
   const MemoryChoice& path() const { return path_; }
   bool is_staged() const { return path_.path == MemoryPath::kStaged; }
   uint32_t access() const { return access_; }
+  bool is_read_only() const { return is_read_only_; }  // the source of writes and sends, and of peers' reads
 
  private:
   friend class Core;
@@ -50,7 +51,8 @@ class Memory {
   uint64_t id_ = 0;
   uint64_t maker_ = 0;  // Core::serial, as in all handles
   provider::Range range_;
-  uint32_t access_ = 0;
+  uint32_t access_ = 0;  // of peers
+  bool is_read_only_ = false;
   MemoryChoice path_;
   Secret secret_{};
   std::atomic<bool> alive_{true};
@@ -225,7 +227,14 @@ class Transfer {
   OpKind kind() const { return kind_; }
   // The outcome; ok unless finished with a failure.
   Status status() const { return is_finished() ? status_ : Status(); }
-  uint64_t bytes() const { return bytes_; }  // of a finished receive: what arrived
+  uint64_t bytes() const {
+    return bytes_.load(std::memory_order_relaxed);
+  }  // of a receive: what arrives, once known
+  // How far it is, of bytes() and of the pieces that it travels in: what the network or the peer is through with. All of it
+  // once it is done.
+  uint64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
+  uint32_t pieces_in_all() const { return pieces_in_all_.load(std::memory_order_relaxed); }
+  uint32_t pieces_done() const { return pieces_done_.load(std::memory_order_relaxed); }
   // Of a finished receive: who sent it.
   std::shared_ptr<Peer> peer() const { return is_finished() ? peer_ : nullptr; }
 
@@ -262,7 +271,8 @@ class Transfer {
   uint32_t imm_key_ = 0;       // counter_key()
   uint64_t maker_ = 0;
   Notify notify_ = Notify::kOnce;
-  uint64_t bytes_ = 0;
+  std::atomic<uint64_t> bytes_{0}, bytes_done_{0};
+  std::atomic<uint32_t> pieces_in_all_{0}, pieces_done_{0};
   std::shared_ptr<Memory> memory_;
   std::shared_ptr<Peer> peer_;  // the only peer, or null for a scatter to several and a receive from anyone
   std::shared_ptr<Remote> remote_;  // first target

@@ -13,7 +13,8 @@ Result<std::shared_ptr<Memory>> Core::enroll(const provider::Range& range, uint3
   auto memory = std::make_shared<Memory>();
   memory->maker_ = serial;
   memory->range_ = range;
-  memory->access_ = access;
+  memory->access_ = access & ~uint32_t{kReadOnly};
+  memory->is_read_only_ = (access & kReadOnly) != 0;
   const EngineId secret = random_id();
   std::memcpy(memory->secret_.data(), secret.bytes.data(), secret.bytes.size());
   HoldToken hold(token);

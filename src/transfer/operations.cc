@@ -154,9 +154,20 @@ void Core::start(std::shared_ptr<Transfer> shared) {
     transfer.notices_ = {0};
     transfer.notices_open_ = true;
   }
-  const bool is_early = !waiting_.empty() || (can_gather(transfer) && is_path_busy(transfer));
+  const bool is_early =
+      !waiting_.empty() || has_copied_enough() || (can_gather(transfer) && is_path_busy(transfer));
   if (is_early || !post_pieces(transfer, kPiecesPerTurn)) return wait_for_turn(transfer);
   if (transfer.in_flight_ == 0) settle(transfer);
+}
+
+// What a transfer's pieces have moved, for who asks how far it is.
+void Core::note_moved(Transfer& transfer, uint64_t bytes, size_t pieces) {
+  const auto add_to = [](auto& number, auto change) {
+    number.store(number.load(std::memory_order_relaxed) + change, std::memory_order_relaxed);
+  };
+  add_to(transfer.bytes_done_, bytes);
+  add_to(transfer.pieces_done_,
+         std::min(static_cast<uint32_t>(pieces), transfer.pieces_in_all() - transfer.pieces_done()));
 }
 
 void Core::wait_for_turn(Transfer& transfer) {
@@ -197,7 +208,7 @@ void Core::count(const Transfer& transfer, bool is_done) {
   count_up(kind.calls, 1);
   add_time(kind, tally_now_ns() - transfer.began_ns_);
   if (is_done)
-    count_up(kind.bytes, transfer.bytes_);
+    count_up(kind.bytes, transfer.bytes());
   else
     count_up(kind.errors, 1);
   const auto count_peer = [&](const std::shared_ptr<Peer>& peer, uint64_t bytes) {
@@ -206,7 +217,7 @@ void Core::count(const Transfer& transfer, bool is_done) {
     if (is_done) count_up(peer->tally_->bytes, bytes);
   };
   if (transfer.more_.empty()) {
-    count_peer(transfer.remote_ ? transfer.remote_->peer() : transfer.peer_, transfer.bytes_);
+    count_peer(transfer.remote_ ? transfer.remote_->peer() : transfer.peer_, transfer.bytes());
     return;
   }
   for (size_t i = 0; i < transfer.pieces(); ++i)  // a scatter: to each of its targets
@@ -225,6 +236,10 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
   end_use(transfer);
   unlist_active(transfer);
   transfer.status_ = std::move(status);
+  if (phase == Phase::kDone) {
+    transfer.bytes_done_.store(transfer.bytes(), std::memory_order_relaxed);
+    transfer.pieces_done_.store(transfer.pieces_in_all(), std::memory_order_relaxed);
+  }
   transfer.phase_.store(phase, std::memory_order_release);
   if (transfer.counter_) {
     Counter& counter = *transfer.counter_;

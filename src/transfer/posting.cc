@@ -22,7 +22,7 @@ constexpr uint64_t kGatheredBytesMax = 8192;  // of each
 }  // namespace
 
 void Core::pump() {
-  for (size_t turns = waiting_.size(); turns > 0; --turns) {
+  for (size_t turns = waiting_.size(); turns > 0 && !has_copied_enough(); --turns) {
     if (const size_t gathered = post_gathered(turns); gathered > 0) {
       turns -= gathered - 1;
       continue;
@@ -42,7 +42,7 @@ void Core::pump() {
 // False when something is left that has no room now or has had its turn.
 bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
   while (transfer.next_piece_ < transfer.pieces()) {
-    if (quota-- == 0) return false;
+    if (quota-- == 0 || has_copied_enough()) return false;
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_);
     Peer& peer = peer_of(transfer, piece.target);
     const uint32_t rail = rail_to(peer, piece.rail);
@@ -105,8 +105,11 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   const uint32_t rail = rail_to(peer, first.rail);
   const uint32_t limit = std::min(kPagesPerPost, rails[rail].rail->pages_per_post(peer.paths_[rail].route));
   uint32_t run = 0;
+  uint64_t bytes = 0;
   while (run < std::min<size_t>(limit, left)) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + run);
+    bytes += piece.bytes;
+    if (bytes > write_bytes_max_) break;
     if (piece.has_imm || piece.rail != first.rail || &peer_of(transfer, piece.target) != &peer) break;
     ++run;
   }
@@ -131,7 +134,7 @@ provider::Piece Core::wire_piece(const Transfer& transfer, const Transfer::Piece
 bool Core::can_gather(const Transfer& transfer) const {
   if (transfer.kind_ != OpKind::kWrite || transfer.phase() != Phase::kQueued || transfer.pieces() != 1 ||
       transfer.has_imm_ || is_lent(transfer, transfer.first_) || transfer.next_piece_ > 0 ||
-      transfer.bytes_ > kGatheredBytesMax)
+      transfer.bytes() > kGatheredBytesMax)
     return false;
   const Peer& peer = *transfer.remote_->peer_;
   const uint32_t number = rail_to(peer, transfer.first_.rail);
@@ -195,9 +198,12 @@ Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
   const uint32_t rail = rail_to(peer, first.rail);
   if (!has_room(rail)) return Posted::kAgain;
   page_list_.clear();
-  for (uint32_t i = 0; i < run; ++i)
-    page_list_.push_back(wire_piece(transfer, transfer.piece(transfer.next_piece_ + i), rail));
   Flight* flight = take_flight(Flight::Use::kPiece, rail, &peer, &transfer);
+  flight->moved_pieces = run;
+  for (uint32_t i = 0; i < run; ++i) {
+    page_list_.push_back(wire_piece(transfer, transfer.piece(transfer.next_piece_ + i), rail));
+    flight->moved_bytes += page_list_.back().bytes;
+  }
   return book(flight, rails[rail].rail->post_pages(peer.paths_[rail].route, page_list_.data(), run, flight));
 }
 
@@ -210,6 +216,9 @@ Posted Core::book(Flight* flight, Posted posted) {
     if (flight->transfer) ++flight->transfer->in_flight_;
   } else {
     if (posted == Posted::kDone && flight->peer) count_at_once(flight->peer->paths_[flight->rail]);
+    if (posted == Posted::kDone && flight->transfer)
+      note_moved(*flight->transfer, flight->moved_bytes, flight->moved_pieces);
+    if (posted == Posted::kDone) copied_ += flight->moved_bytes;
     free_flight(flight);
   }
   return posted;
@@ -227,6 +236,8 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   if (!has_room(number)) return Posted::kAgain;
   Rail& rail = *rails[number].rail;
   Flight* flight = take_flight(Flight::Use::kPiece, number, &peer, &transfer);
+  flight->moved_bytes = piece.bytes;
+  flight->moved_pieces = 1;
   provider::RmaOp op;
   op.to = peer.paths_[number].route;
   op.piece = wire_piece(transfer, piece, number);

@@ -15,9 +15,9 @@ void Core::start_send(Transfer& transfer) {
   transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
   Memory& memory = *transfer.memory_;
   char* from = static_cast<char*>(memory.range_.data) + transfer.first_.local;
-  if (transfer.bytes_ + kHeadBytes <= message_bytes_) {
-    std::string payload(transfer.bytes_, '\0');
-    if (Status status = copy_to_host(payload.data(), from, transfer.bytes_, memory.range_); !status.ok())
+  if (transfer.bytes() + kHeadBytes <= message_bytes_) {
+    std::string payload(transfer.bytes(), '\0');
+    if (Status status = copy_to_host(payload.data(), from, transfer.bytes(), memory.range_); !status.ok())
       return fail(transfer, std::move(status));
     return send_message(*transfer.peer_, MessageType::kEager, payload, &transfer);
   }
@@ -26,13 +26,13 @@ void Core::start_send(Transfer& transfer) {
                 Status::make(Code::kUnsupported,
                              "send: {} bytes of device memory that no NIC reaches, allowed: up to {} bytes; "
                              "write them instead",
-                             transfer.bytes_, message_bytes_ - kHeadBytes));
-  Offer offer{next_ticket_++, transfer.bytes_, {}};
+                             transfer.bytes(), message_bytes_ - kHeadBytes));
+  Offer offer{next_ticket_++, transfer.bytes(), {}};
   provider::Range range = memory.range_;
   range.data = from;
-  range.bytes = transfer.bytes_;
+  range.bytes = transfer.bytes();
   for (RailState& state : rails) {
-    auto made = state.rail->enroll(range, kRemoteRead);
+    auto made = state.rail->enroll(range, kRemoteRead | (memory.is_read_only() ? kReadOnly : 0u));
     if (!made.ok()) {
       release_offer(transfer);
       return fail(transfer, made.status());
@@ -65,15 +65,15 @@ void Core::match(Transfer& receive, Arrived arrived) {
   receive.peer_ = arrived.peer;
   if (!receive.memory_->is_registered()) return fail(receive, Status::invalid("memory: was unregistered"));
   const uint64_t came = arrived.is_offer ? arrived.offer.bytes : arrived.payload.size();
-  if (came > receive.bytes_) {
+  if (came > receive.bytes()) {
     Status status = Status::make(Code::kCapacity, "transfer.recv: peer '{}' sent {} bytes, allowed: up to {}",
-                                 arrived.peer->name(), came, receive.bytes_);
+                                 arrived.peer->name(), came, receive.bytes());
     if (arrived.is_offer)
       send_message(*arrived.peer, MessageType::kTaken,
                    to_body(Outcome{arrived.offer.ticket, 0, status.message()}));
     return fail(receive, std::move(status));
   }
-  receive.bytes_ = came;
+  receive.bytes_.store(came, std::memory_order_relaxed);
   if (arrived.is_offer) return read_offer(receive, *arrived.peer, arrived.offer);
   char* to = static_cast<char*>(receive.memory_->range_.data) + receive.recv_offset_;
   if (Status status = copy_from_host(to, arrived.payload.data(), came, receive.memory_->range_); !status.ok())
@@ -111,6 +111,7 @@ void Core::read_offer(Transfer& receive, Peer& peer, const Offer& offer) {
     else
       receive.rest_.push_back(piece);
   }
+  receive.pieces_in_all_.store(static_cast<uint32_t>(shards.size()), std::memory_order_relaxed);
   wait_for_turn(receive);
 }
 

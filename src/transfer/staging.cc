@@ -266,12 +266,14 @@ void Staging::on_done(Peer& peer, const Outcome& outcome) {
   if (!peer.stage_out_ || outcome.slot >= peer.stage_out_->slots.size()) return;
   Slot& slot = peer.stage_out_->slots[outcome.slot];
   if (slot.use != Slot::Use::kPosted || slot.pack.head.ticket != outcome.ticket) return;
-  const std::shared_ptr<Transfer> transfer = std::move(slot.pack.transfer);
+  const Pack pack = std::move(slot.pack);
+  const std::shared_ptr<Transfer>& transfer = pack.transfer;
   slot.pack = {};
   slot.use = Slot::Use::kFree;
   mark_busy(peer);
   if (transfer && transfer->phase() < Phase::kDraining) {
     --transfer->packs_left_;
+    if (outcome.refusal.empty()) core_.note_moved(*transfer, pack.payload_bytes, pack.head.pieces.size());
     if (outcome.refusal.empty())
       core_.settle(*transfer);
     else

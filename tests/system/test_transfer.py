@@ -362,7 +362,10 @@ def test_a_peer_that_dies_in_a_burst_of_small_writes_is_lost(provider: str) -> N
         (lambda p: TransferEngine("loopback", heartbeat_s=5, peer_dead_s=1), "heartbeat_s: got 5"),
         (lambda p: p.a.read(p.src_memory, p.remote, src_offset=-8), "src_offset: got -8"),
         (lambda p: p.a.scatter(p.src_memory, []), "targets: got none"),
-        (lambda p: p.a.register(b"read-only"), "source: got a read-only"),
+        (
+            lambda p: p.a.register(b"read-only", remote_write=True),
+            "remote_write: got True of read-only memory",
+        ),
         (lambda p: p.a.register(bytearray()), "source: got 0 bytes"),
         (lambda p: p.a.register(3), "source: got int"),
         (lambda p: p.a.register(bytearray(5)).descriptor, "registered for remote reads or writes"),

@@ -67,7 +67,7 @@ class RollCall:
                 raise _StoreIsSilentError(f"no answer in {limit_s:g} s")
 
         try:
-            _ask(lambda: store.set(f"who/{rank}", _core.this_process_name()), give_up)
+            ask(lambda: store.set(f"who/{rank}", _core.this_process_name()), give_up)
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise Error(
@@ -109,7 +109,7 @@ class Gathering:
         self._missing, self._watched = list(range(self.size)), {}
         self._answered_at = time.monotonic()
         until = self._answered_at + timeout_s
-        return _ask(
+        return ask(
             lambda: self._gather(data, timeout_s),
             lambda: self._raise_if_silent(until, timeout_s),
             self._leave_thread,
@@ -216,7 +216,7 @@ class Gathering:
         return f"{number}/{rank}"
 
 
-def _ask(
+def ask(
     question: Callable[[], _Found], give_up: Callable[[], None], on_leave: Callable[[], None] = lambda: None
 ) -> _Found:
     """Return, or raise, what ``question`` does on a thread of its own.

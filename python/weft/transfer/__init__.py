@@ -3,11 +3,8 @@
 
     engine = TransferEngine("fabric:tcp")
     memory = engine.register(tensor, remote_write=True)
-    send_somehow(engine.address, memory.descriptor)          # plain bytes
-
-    peer = engine.connect(their_address)
-    remote = engine.attach(their_descriptor)
-    engine.write(memory, remote, imm=7).wait()               # there: engine.imm(peer, 7).wait(1)
+    peer, (remote,) = exchange(engine, store, "prefill", "decode", [memory])  # addresses and descriptors: plain bytes
+    engine.write(memory, remote, imm=7).wait()                                # there: engine.imm(peer, 7).wait(1)
 
 Writes are one-sided; nothing orders two transfers; the immediate of a write is counted after all its bytes.
 ``docs/transfer.md`` has the whole of it.
@@ -17,6 +14,7 @@ from __future__ import annotations
 
 from weft.transfer.buffers import Pages, Span
 from weft.transfer.engine import TransferEngine
+from weft.transfer.exchange import exchange
 from weft.transfer.handles import (
     Counter,
     ImmCounter,
@@ -46,6 +44,7 @@ __all__ = [
     "Transfer",
     "TransferEngine",
     "Watch",
+    "exchange",
     "nics",
     "provider_names",
 ]

@@ -43,6 +43,14 @@ def given_memory(argument: str, given: Any) -> Any:
     return core
 
 
+def given_target(argument: str, given: Any) -> Any:
+    """Return what the extension knows memory by. Raises: weft.Error unless it may be written to, too."""
+    core = given_memory(argument, given)
+    if given.span.is_read_only:
+        raise invalid(argument, "read-only memory", "memory that may be written to")
+    return core
+
+
 def given_flag(argument: str, given: Any) -> bool:
     if index_of(given) not in (0, 1):
         raise invalid(argument, quoted(given), "True or False")

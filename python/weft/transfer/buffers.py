@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft import _core
 from weft.errors import invalid, quoted
 from weft.runtime.tensors import PLAIN, index_of, unlike_memory
 
@@ -19,13 +19,15 @@ HOST = -1
 class Span:
     """Contiguous memory: ``bytes`` bytes at ``address``, on CUDA device ``device`` or the host (-1).
 
-    ``owner`` is kept alive as long as the span is in use.
+    ``owner`` is kept alive as long as the span is in use. ``is_read_only``: nothing may write there, so that it is a
+    source alone.
     """
 
     address: int
     bytes: int
     device: int = HOST
     owner: Any = field(default=None, compare=False, repr=False)
+    is_read_only: bool = False
 
 
 class Kept:
@@ -98,12 +100,12 @@ def whole(argument: str, value: object, largest: int = (1 << 63) - 1) -> int:
 
 
 def span_of(source: Any) -> Span:
-    """Return the memory behind a torch tensor, an array or any writable buffer.
+    """Return the memory behind a torch tensor, an array or any buffer.
 
     Args:
         source: a ``Span``; a contiguous torch tensor on the host or a CUDA device; an object with
-            ``__cuda_array_interface__``; or anything with a writable, contiguous Python buffer (numpy arrays,
-            ``bytearray``, ``memoryview``, ``mmap``).
+            ``__cuda_array_interface__``; or anything with a contiguous Python buffer (numpy arrays, ``bytearray``,
+            ``bytes``, ``memoryview``, ``mmap``), which may be read-only.
     Raises: weft.Error naming what is wrong with it.
     """
     span = _span_of_any(source)
@@ -125,13 +127,10 @@ def _span_of_any(source: Any) -> Span:
     try:
         view = memoryview(source)
     except TypeError:
-        raise invalid(
-            "source", type(source).__name__, "a tensor, a writable buffer, or weft.transfer.Span"
-        ) from None
-    if view.readonly or not view.c_contiguous:
-        raise invalid("source", "a read-only or strided buffer", "a writable, contiguous one")
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B"))) if view.nbytes else 0
-    return Span(address, view.nbytes, HOST, (source, view))
+        raise invalid("source", type(source).__name__, "a tensor, a buffer, or weft.transfer.Span") from None
+    if not view.c_contiguous:
+        raise invalid("source", "a strided buffer", "a contiguous one")
+    return Span(_core.buffer_address(view), view.nbytes, HOST, (source, view), view.readonly)
 
 
 def _span_of_tensor(tensor: Any) -> Span:
@@ -155,4 +154,5 @@ def _span_of_cuda_array(array: Any) -> Span:
         elements *= extent
     item_bytes = int(described["typestr"][2:])
     device = int(getattr(getattr(array, "device", None), "id", 0))
-    return Span(described["data"][0], elements * item_bytes, device, array)
+    address, is_read_only = described["data"]
+    return Span(address, elements * item_bytes, device, array, bool(is_read_only))

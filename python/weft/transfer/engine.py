@@ -29,6 +29,7 @@ from weft.transfer.arguments import (
     given_peers,
     given_places,
     given_seconds,
+    given_target,
     length_within,
 )
 from weft.transfer.buffers import Kept, Pages, span_of, whole
@@ -49,6 +50,7 @@ from weft.transfer.providers import LoopbackNetwork, Nic, provider_names, usable
 
 REMOTE_READ = 1
 REMOTE_WRITE = 2
+_READ_ONLY = 8
 ANY_RAIL = -1
 IMM_MAX = (1 << 20) - 1
 
@@ -175,15 +177,22 @@ class TransferEngine:
     # ---- memory and peers
 
     def register(self, source: Any, *, remote_read: bool = False, remote_write: bool = False) -> Memory:
-        """Register memory: a contiguous torch tensor, array, writable buffer, or ``Span``.
+        """Register memory: a contiguous torch tensor, array, buffer, or ``Span``.
 
-        Without remote access it can be the source of writes and the target of reads only. It is kept alive
-        until ``unregister`` or ``close``, and may not be resized before: ``resize_`` of a tensor raises weft.Error.
+        Without remote access it can be the source of writes and the target of reads only. Read-only memory
+        (``bytes``, a file that was mapped so) is a source alone: of writes and sends, and, with ``remote_read``, of
+        peers' reads. It is kept alive until ``unregister`` or ``close``, and may not be resized before: ``resize_`` of
+        a tensor raises weft.Error.
         Raises: weft.Error for what cannot be registered.
         """
         span = span_of(source)
         may_read, may_write = given_flag("remote_read", remote_read), given_flag("remote_write", remote_write)
+        if may_write and span.is_read_only:
+            raise invalid(
+                "remote_write", "True of read-only memory", "False: peers may read it, with remote_read=True"
+            )
         access = (REMOTE_READ if may_read else 0) | (REMOTE_WRITE if may_write else 0)
+        access |= _READ_ONLY if span.is_read_only else 0
         core = self.core.enroll(span.address, span.bytes, span.device, access)
         kept = self._kept[core.id] = Kept(span)
         return Memory(self, core, kept)
@@ -269,7 +278,7 @@ class TransferEngine:
         callback: Completion | None = None,
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
-        core_dst, core_src = given_memory("dst", dst), given_handle("src", src, Remote)
+        core_dst, core_src = given_target("dst", dst), given_handle("src", src, Remote)
         how = self._how(None, "once", rail, timeout_s, counter, callback)
         count = length_within(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
         return Transfer(self, self.core.read(core_dst, dst_offset, core_src, src_offset, count, how))
@@ -349,7 +358,7 @@ class TransferEngine:
             (given_handle("src", s.src, Remote), *given_places(s.src_offset, s.dst_offset, s.nbytes))
             for s in given_list("sources", sources, Source)
         ]
-        return Transfer(self, self.core.spread(False, given_memory("dst", dst), rows, how))
+        return Transfer(self, self.core.spread(False, given_target("dst", dst), rows, how))
 
     def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
         """Send an immediate alone."""
@@ -386,7 +395,7 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        core_dst = given_memory("dst", dst)
+        core_dst = given_target("dst", dst)
         core_peer = None if peer is None else given_handle("peer", peer, Peer)
         count = length_within(nbytes, dst, offset=offset)
         return Transfer(self, self.core.recv(core_peer, core_dst, offset, count, how))
@@ -511,10 +520,8 @@ class TransferEngine:
         how: tuple[Any, ...],
     ) -> Transfer:
         names = ("src", "dst") if is_write else ("dst", "src")
-        core_local, core_remote = (
-            given_memory(names[0], local),
-            given_handle(names[1], remote, Remote),
-        )
+        core_local = given_memory("src", local) if is_write else given_target("dst", local)
+        core_remote = given_handle(names[1], remote, Remote)
         here, there = (
             given_pages(f"{names[0]}_pages", local_pages),
             given_pages(f"{names[1]}_pages", remote_pages),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +240,7 @@ class ImmCounter:
 
 
 class Transfer:
-    """One submitted transfer: wait for it, await it, cancel it."""
+    """One submitted transfer: wait for it, await it, follow it, cancel it."""
 
     def __init__(self, engine: TransferEngine, core: Any) -> None:
         """Made by the methods of ``TransferEngine``."""
@@ -261,8 +261,49 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to move; of a finished receive, those that arrived."""
+        """Bytes to move; of a receive, those that arrive, once that is known."""
         return int(self.core.bytes)
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of ``nbytes`` that the engine, and the network, are through with; all of them once it is done.
+
+        A send counts when its message is taken. What was cancelled or failed keeps what it had.
+        """
+        return int(self.core.bytes_done)
+
+    @property
+    def pieces(self) -> int:
+        """How many parts it travels in: pages, ranges, and cuts of long ones."""
+        return int(self.core.pieces)
+
+    @property
+    def pieces_done(self) -> int:
+        """How many of these are through."""
+        return int(self.core.pieces_done)
+
+    @property
+    def share(self) -> float:
+        """How far it is, from 0.0 to 1.0, by bytes."""
+        return min(self.bytes_done / self.nbytes, 1.0) if self.nbytes else float(self.phase == "done")
+
+    def follow(self, every_s: float = 0.1) -> Iterator[int]:
+        """Yield ``bytes_done`` now, every ``every_s`` seconds, and last at the end; the caller waits in between.
+
+            for done in transfer.follow():
+                bar.update(done - bar.n)                     # tqdm(total=transfer.nbytes, unit="B", unit_scale=True)
+                progress.update(task, completed=done)        # rich.progress.Progress
+
+        Raises: weft.Error or PeerLost when the transfer fails, as wait() does. Who stops following lets it go on.
+        """
+        if not isinstance(every_s, int | float) or not every_s > 0:
+            raise invalid("every_s", quoted(every_s), "seconds above 0")
+        while not self.is_finished:
+            yield self.bytes_done
+            self.engine.core.ends_within(self.core, float(min(every_s, 3600.0)))
+        yield self.bytes_done
+        if (error := self.error) is not None:
+            raise error
 
     @property
     def peer(self) -> Peer | None:

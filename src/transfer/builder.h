@@ -18,7 +18,8 @@
 namespace weft::transfer {
 
 inline Clock::duration to_duration(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(std::min(seconds, kLongestWait_s)));
 }
 
 // A few milliseconds old, and a tenth of the price.

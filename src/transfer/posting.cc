@@ -109,7 +109,7 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   while (run < std::min<size_t>(limit, left)) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + run);
     bytes += piece.bytes;
-    if (bytes > write_bytes_max_) break;
+    if (bytes > std::min(write_bytes_max_, kCopiedPerTurn)) break;
     if (piece.has_imm || piece.rail != first.rail || &peer_of(transfer, piece.target) != &peer) break;
     ++run;
   }

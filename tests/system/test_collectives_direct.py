@@ -117,7 +117,7 @@ def test_a_rank_that_may_not_read_others_any_more_says_so() -> None:
 
 def _passes_a_window_that_a_peer_destroyed(rank: Rank) -> tuple[str, str]:
     comm = Communicator(rank.group, timeout_s=30)
-    collectives = Collectives(comm.core, timeout_s=2.0)
+    collectives = Collectives(comm.core, timeout_s=6.0)
     window: Window | None = Window(comm, 1 << 20)
     own = window.tensor(rank.rank, (1 << 16,), torch.float32) if window else torch.empty(0)
     own.fill_(rank.rank)

@@ -373,12 +373,14 @@ class FabricRail : public Rail {
     event.peer_gone = event.key_refused = false;
     event.context = static_cast<Context*>(entry.op_context);
     event.bytes = entry.len;
-    if ((entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
+    // A message may carry data, too, which says nothing here. It used a receive, which must come back.
+    const bool is_message = (entry.flags & fi::kRecv) != 0;
+    if (!is_message && (entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
       event.kind = EventKind::kImm;
       event.imm = static_cast<uint32_t>(entry.data);
       return true;
     }
-    event.kind = (entry.flags & fi::kRecv) ? EventKind::kReceived : EventKind::kDone;
+    event.kind = is_message ? EventKind::kReceived : EventKind::kDone;
     return event.context != nullptr;
   }
 

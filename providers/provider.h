@@ -26,10 +26,19 @@
 
 namespace weft::provider {
 
+// How a rail itself ties what comes to who sent it.
+enum class Source : uint8_t {
+  kUnknown,  // anybody who reaches it may have sent it
+  kRoute,    // Event::from says who, and nobody else can have
+  kAddress,  // the NIC lets in only what shows a key that is part of this rail's address
+};
+
 // What a rail can do, as data. The engine chooses by these fields, never by a provider's name.
 struct Caps {
   bool ordered_writes = false;  // writes to one peer become visible in the order they were posted
-  bool write_imm = true;        // a write can carry 32 bits to the target's completion queue
+  bool write_imm = true;        // a write can carry an immediate to the target's completion queue,
+  uint32_t imm_bits = 32;       // of 32 or 64 bits
+  Source source = Source::kUnknown;
   bool device_memory = false;   // register() takes CUDA memory
   bool dmabuf = false;          // CUDA memory is registered through DMA-BUF rather than peer memory
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
@@ -44,6 +53,11 @@ struct Caps {
   uint32_t tx_depth = 256;                // operations in flight that the rail takes before it answers kAgain
   uint32_t cq_depth = 1024;               // completions that fit before the queue may overrun
 };
+
+// Whether nobody can make an immediate pass for that of another: by a token in it, or by what the rail knows.
+inline bool proves_imm(const Caps& caps) {
+  return caps.imm_bits >= 64 || caps.source != Source::kUnknown;
+}
 
 struct Nic {
   std::string provider;  // "fabric:tcp"
@@ -83,6 +97,7 @@ struct Registration {
 };
 
 using Route = uint64_t;  // a peer's rail as this rail knows it
+constexpr Route kNoRoute = UINT64_MAX;
 
 // First member of everything whose address goes into an operation: some providers keep their own notes there.
 struct Context {
@@ -102,7 +117,7 @@ struct RmaOp {
   Route to = 0;
   Piece piece;
   bool has_imm = false;
-  uint32_t imm = 0;
+  uint64_t imm = 0;        // Caps::imm_bits of it
   bool delivered = false;  // kDone only once the bytes are visible at the target
   Context* context = nullptr;
 };
@@ -128,7 +143,9 @@ struct Event {
       false;  // the failure means that the connection is broken, not that the operation was wrong
   // kFailed: the peer's memory is not lent (any more). What the peer said before has come in earlier events.
   bool key_refused = false;
-  uint32_t imm = 0;
+  uint64_t imm = 0;
+  Route from =
+      kNoRoute;  // kImm, on rails whose Caps::source is kRoute: whose. kNoRoute: of none that is resolved
   uint64_t bytes = 0;
   Context* context = nullptr;
   std::string text;  // kFailed: the provider's code and words

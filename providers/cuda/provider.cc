@@ -19,6 +19,8 @@ Caps caps_of_rails() {
   Caps caps;
   caps.device_memory = true;
   caps.same_host = true;
+  caps.source =
+      Source::kAddress;  // its board, and lanes, open for processes of one user that know their keys
   caps.message_bytes_max = cuda::kMessageBytes;
   caps.tx_depth = cuda::kRequests;
   return caps;

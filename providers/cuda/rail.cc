@@ -218,7 +218,7 @@ Posted CudaRail::post_requests(Out& out, const RmaOp& op, Access way, const Piec
   for (const Piece* piece = pieces; piece < pieces + count; ++piece, ++number) {
     lane.requests[number % kRequests] = {way == kRemoteRead,
                                          op.has_imm,
-                                         op.imm,
+                                         static_cast<uint32_t>(op.imm),
                                          piece->remote,
                                          piece->rkey,
                                          reinterpret_cast<uint64_t>(piece->local),

@@ -377,7 +377,7 @@ class FabricRail : public Rail {
     const bool is_message = (entry.flags & fi::kRecv) != 0;
     if (!is_message && (entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
       event.kind = EventKind::kImm;
-      event.imm = static_cast<uint32_t>(entry.data);
+      event.imm = entry.data;
       return true;
     }
     event.kind = is_message ? EventKind::kReceived : EventKind::kDone;

@@ -20,6 +20,9 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
                         info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
   // cxi takes data with writes only when a variable of its own is set; notices travel as messages there.
   caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi";
+  caps.imm_bits = info.domain_attr->cq_data_size >= 8 ? 64 : 32;
+  // Its packets carry the Q_Key of the endpoint that they go to, a random number that is part of its address.
+  if (kind == "efa") caps.source = Source::kAddress;
   caps.device_memory = (info.caps & fi::kHmem) != 0;
   caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
   caps.same_host = kind == "shm";

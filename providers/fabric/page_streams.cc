@@ -147,10 +147,10 @@ bool PageStreams::connect(size_t stream) {
 }
 
 void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
-                       std::optional<uint32_t> imm, bool is_loan) {
+                       std::optional<uint64_t> imm, bool is_loan) {
   Frame frame;
   FrameHead head;
-  head.pages = count;
+  head.pages = static_cast<uint16_t>(count);
   head.has_imm = imm.has_value();
   head.imm = imm.value_or(0);
   frame.heads.resize(sizeof head + count * sizeof(PageHead));
@@ -300,7 +300,7 @@ bool PageStreams::progress(std::deque<Event>& events) {
       take_replies(out, events);
     }
   receive_all();
-  for (const uint32_t imm : std::exchange(imms_, {})) {
+  for (const uint64_t imm : std::exchange(imms_, {})) {
     events.emplace_back().kind = EventKind::kImm;
     events.back().imm = imm;
   }

@@ -29,6 +29,7 @@
 #include <netinet/in.h>
 #include <sys/uio.h>
 
+#include "base/paced_log.h"
 #include "base/proof.h"
 #include "providers/provider.h"
 
@@ -45,10 +46,10 @@ struct StreamClaim {
   Proof proof{};
 };
 struct FrameHead {
-  char tag[4] = {'w', 'p', 'g', '2'};
-  uint32_t pages = 0;  // 1 to kPagesPerFrame
-  uint32_t has_imm = 0;
-  uint32_t imm = 0;
+  char tag[4] = {'w', 'p', 'g', '3'};
+  uint16_t pages = 0;  // 1 to kPagesPerFrame
+  uint16_t has_imm = 0;
+  uint64_t imm = 0;
 };
 struct PageHead {
   uint64_t remote = 0;  // as in Piece
@@ -83,7 +84,7 @@ class PageStreams {
   // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself. `is_loan`: a
   // refusal says key_refused.
   void post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
-            std::optional<uint32_t> imm = {}, bool is_loan = false);
+            std::optional<uint64_t> imm = {}, bool is_loan = false);
 
   // Sends and receives what it can; cheap while nothing is under way. Appends an event for each frame that
   // ended: kDone when its pages are in place over there, and kImm for each immediate of a peer's frame. Returns whether anything of a peer's came in.
@@ -162,7 +163,7 @@ class PageStreams {
   bool watch(int fd, uint32_t what, uint64_t mark);
 
   std::string secret_;
-  uint64_t turned_away_ = 0;
+  PacedLog refusals_;
   bool has_unproven_ = false;  // among the incoming streams
   int listener_ = -1;
   int news_ = -1;  // an epoll instance, by edges: which socket has something new, or room
@@ -177,7 +178,7 @@ class PageStreams {
   std::vector<Incoming*> arriving_;     // in the middle of a frame, or not read to the end
   std::atomic<bool> is_moving_{false};  // frames of either direction are under way
   std::deque<Event> failed_;            // outside of progress()
-  std::vector<uint32_t> imms_;          // that came, in this progress()
+  std::vector<uint64_t> imms_;          // that came, in this progress()
   bool has_come_ = false;               // something, in this progress()
 };
 

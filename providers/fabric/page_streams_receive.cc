@@ -3,11 +3,11 @@
 // The receiving half of PageStreams: who connects, what comes, and where it goes.
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -25,8 +25,15 @@ constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read 
 constexpr uint64_t kSkippedAtOnce = 65536;
 constexpr int kAcceptsPerTurn = 16;
 constexpr size_t kLeastHeadBytes = sizeof(FrameHead) + sizeof(PageHead);  // of a frame, asked for in one call
-constexpr size_t kUnprovenMax = 256;
+constexpr size_t kUnprovenLeast = 16, kUnprovenMost = 256;
 constexpr auto kUnprovenFor = std::chrono::seconds(5);
+
+// How many strangers may keep connections at once: an eighth of the files that the process may open.
+size_t unproven_max() {
+  rlimit limit{};
+  const rlim_t files = getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : 1024;
+  return std::clamp<size_t>(files / 8, kUnprovenLeast, kUnprovenMost);
+}
 
 }  // namespace
 
@@ -47,7 +54,7 @@ void PageStreams::drop_silent() {
     ++at;
   }
   has_unproven_ = unproven > 0;
-  if (unproven < kUnprovenMax) return;
+  if (unproven < unproven_max()) return;
   const int fd = oldest->fd;
   incoming_.erase(fd);
   ::close(fd);
@@ -85,9 +92,7 @@ bool PageStreams::check_claim(Incoming& in) {
   in.heads.clear();
   in.heads_bytes = kLeastHeadBytes;
   if (in.is_proven) return true;
-  if (std::has_single_bit(++turned_away_))
-    log_warn("fabric: a stream of pages is refused: its sender does not know the job's secret ({} so far)",
-             turned_away_);
+  refusals_.warn("fabric: a stream of pages is refused: its sender does not know the job's secret");
   FrameReply reply;
   reply.is_refused = kClaimRefused;
   (void)!send(in.fd, &reply, sizeof reply, MSG_NOSIGNAL);

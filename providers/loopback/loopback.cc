@@ -333,6 +333,7 @@ class LoopbackRail : public Rail {
     } else if (refusal.empty() && packet.kind == Kind::kWrite && packet.op.has_imm) {
       event.kind = EventKind::kImm;
       event.imm = packet.op.imm;
+      event.from = packet.from;
       reported = true;
     }
     if (packet.op.context) reply(packet, std::move(refusal));

@@ -41,7 +41,7 @@ class Loopback : public Provider, public std::enable_shared_from_this<Loopback> 
  public:
   struct Options {
     FaultPlan plan;
-    Caps caps;
+    Caps caps = {.imm_bits = 64, .source = Source::kRoute};
     uint32_t nics = 4;
     uint32_t pages_per_post = 1;
   };

@@ -95,6 +95,14 @@ nb::object outcome(const Status& status) {
   return nb::make_tuple(to_string(status.code()), status.message());
 }
 
+// What ties an immediate to who sent it. "message": there are none, and messages are sealed.
+const char* imm_proof(const provider::Caps& caps) {
+  if (!caps.write_imm) return "message";
+  if (caps.imm_bits >= 64) return "token";
+  if (caps.source == provider::Source::kRoute) return "connection";
+  return caps.source == provider::Source::kAddress ? "address key" : "none";
+}
+
 nb::dict nic_dict(const Nic& nic) {
   nb::dict out;
   out["provider"] = nic.provider;
@@ -104,6 +112,7 @@ nb::dict nic_dict(const Nic& nic) {
   out["gbit_per_s"] = nic.gbit_per_s;
   out["ordered_writes"] = nic.caps.ordered_writes;
   out["write_imm"] = nic.caps.write_imm;
+  out["imm_proof"] = imm_proof(nic.caps);
   out["device_memory"] = nic.caps.device_memory;
   out["manual_progress"] = nic.caps.manual_progress;
   out["packs_small_pages"] = nic.caps.packs_small_pages;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/random.h"
 #include "base/threads.h"
 #include "transfer/staging.h"
 
@@ -47,6 +48,7 @@ Core::Core(Options given)
   name = options.name.empty() ? default_name() : options.name;
   events_.resize(kEventBatch);
   slots_.resize(kPeersMax);
+  next_slot_ = static_cast<uint32_t>(random_key() % kPeersMax);  // strangers have that to guess, too
   for (size_t kind = 0; kind < kOpKinds; ++kind)
     counted_[kind] =
         &tally_operation(text("transfer.{}", to_string(static_cast<OpKind>(kind))), options.provider->name());
@@ -70,7 +72,10 @@ Status Core::open() {
     state.address = state.rail->address();
     message_bytes_ = std::min(message_bytes_, caps.message_bytes_max);
     write_bytes_max_ = std::min({write_bytes_max_, caps.write_bytes_max, kPieceBytesMax});
-    write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0;
+    state.has_tokens = caps.imm_bits >= 64;
+    state.names_source = caps.source == provider::Source::kRoute;
+    const bool is_safe = options.secret.empty() || provider::proves_imm(caps);
+    write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0 && is_safe;
     rails.push_back(std::move(state));
   }
   for (const RailState& state : rails)
@@ -266,14 +271,14 @@ bool Core::poll_rails() {
 }
 
 void Core::on_event(RailState& rail, Event& event) {
-  if (event.kind == EventKind::kImm) return on_imm_event(event.imm);
+  if (event.kind == EventKind::kImm) return on_imm_event(rail, event);
   if (event.kind == EventKind::kServed || !event.context) return;
   Flight& flight = *static_cast<Flight*>(event.context);
   if (flight.use != Flight::Use::kReceive) return on_flight_end(rail, flight, event);
   if (event.kind == EventKind::kReceived)
     on_message(std::string_view(flight.buffer, event.bytes));
   else
-    log_warn("transfer: a receive failed on {}: {}", rail.rail->nic().name, event.text);
+    refusals_.warn("transfer: a receive failed on {}: {}", rail.rail->nic().name, event.text);
   if (!closed_.load(std::memory_order_relaxed)) post_receive(flight);
 }
 
@@ -337,9 +342,30 @@ void Core::on_part_end(RailState& rail, const Flight& ended, Transfer* transfer,
   if (transfer) settle(*transfer);
 }
 
-void Core::on_imm_event(uint32_t imm) {
+// What goes into an immediate on a rail.
+uint64_t Core::imm_to(const Peer& peer, uint32_t rail, ImmClass kind, uint32_t imm) const {
+  const uint32_t low = encode_imm(kind, peer.slot_there_, imm);
+  return rails[rail].has_tokens ? with_token(low, peer.keys_out_.token) : low;
+}
+
+// Whether an immediate that names a peer can be from it alone, as far as its rail can tell.
+bool Core::is_of(const Peer& peer, const RailState& rail, const Event& event) const {
+  if (!write_imm_) return false;  // peers send none
+  if (rail.has_tokens && imm_token(event.imm) != peer.keys_in_.token) return false;
+  if (!rail.names_source) return true;
+  const auto number = static_cast<uint32_t>(&rail - rails.data());
+  return peer.paths_[number].route == event.from ||
+         std::find(peer.more_routes_.begin(), peer.more_routes_.end(), std::pair(number, event.from)) !=
+             peer.more_routes_.end();
+}
+
+void Core::on_imm_event(const RailState& rail, const Event& event) {
+  const auto imm = static_cast<uint32_t>(event.imm);
   Peer* peer = slots_[imm_sender(imm)];
   if (!peer || !peer->is_alive()) return log_debug("transfer: an immediate of a connection that is gone");
+  if (!is_of(*peer, rail, event))
+    return refusals_.warn("transfer: '{}' drops an immediate that says it is of '{}', and is not", name,
+                          peer->name());
   peer->heard_ = last_tick_;
   switch (imm_class(imm)) {
     case ImmClass::kCount:

@@ -21,6 +21,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/paced_log.h"
 #include "transfer/callbacks.h"
 #include "transfer/engine.h"
 #include "transfer/handles.h"
@@ -88,6 +89,8 @@ struct RailState {
   std::string address;
   provider::Registration inbox;
   provider::Registration arena;
+  bool has_tokens = false;    // in its immediates
+  bool names_source = false;  // of immediates
 };
 
 class Core {
@@ -194,7 +197,9 @@ class Core {
   static void note_loans_end(const Transfer& transfer);
   bool was_asked_back(const Flight& flight) const;
   void on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event);
-  void on_imm_event(uint32_t imm);
+  void on_imm_event(const RailState& rail, const Event& event);
+  bool is_of(const Peer& peer, const RailState& rail, const Event& event) const;
+  uint64_t imm_to(const Peer& peer, uint32_t rail, ImmClass kind, uint32_t imm) const;
   void tick(Clock::time_point now);
   static bool is_lent(const Transfer& transfer, const Transfer::Piece& piece);
   Flight* take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* transfer);
@@ -227,7 +232,6 @@ class Core {
   size_t count_gathered(size_t limit) const;
   size_t post_gathered(size_t limit);
   provider::Piece wire_piece(const Transfer& transfer, const Transfer::Piece& piece, uint32_t rail) const;
-  Posted post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wanted_rail);
   void start_send(Transfer& transfer);
   void start_recv(std::shared_ptr<Transfer> transfer);
   void match(Transfer& receive, Arrived arrived);
@@ -331,7 +335,7 @@ class Core {
   std::vector<Peer*> slots_;
   uint32_t next_slot_ = 0;
   std::deque<Nonce> spent_;  // of hellos that began a life; one that was overheard begins no second
-  uint64_t unproven_ = 0;    // hellos that were dropped
+  PacedLog refusals_;        // of what strangers send
   std::unordered_map<uint64_t, Region> regions_;
   uint64_t next_region_ = 1;
   std::unordered_map<uint64_t, std::shared_ptr<PendingAttach>> attaches_;

@@ -165,6 +165,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   uint32_t life_ = 0;         // how often this connection was made
   std::deque<Nonce> nonces_;  // of our hellos in this life,
   Nonce nonce_there_{};       // and of their last
+  Nonce salt_here_{};         // of the keys of what comes, in this life
+  SenderKeys keys_in_;        // what it must show us,
+  SenderKeys keys_out_;       // and we show it, once it is connected
   uint32_t slot_here_ = 0;    // number of this peer in immediates that come to us
   uint32_t slot_there_ = 0;   // our number there
   std::vector<Path> paths_;   // per local rail; empty once the peer is lost
@@ -172,6 +175,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
       more_routes_;                                  // remote rails beyond ours, which only talk to us
   std::vector<RailKey> inbox_;                       // per remote rail
   uint32_t next_out_ = 1, next_in_ = 1;              // sequence of ordered messages
+  uint32_t last_sign_out_ = 0, last_sign_in_ = 0;    // sequence of heartbeats and byes
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, sent_to_{};

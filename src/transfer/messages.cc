@@ -17,9 +17,11 @@ constexpr size_t kArrivedMax = 65536;  // messages kept that no recv() waits for
 
 using Way = std::pair<Peer*, uint32_t>;  // and the local rail
 
+bool is_sign(MessageType type) {
+  return type == MessageType::kHeartbeat || type == MessageType::kBye;
+}
 bool is_ordered(MessageType type) {
-  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kHeartbeat &&
-         type != MessageType::kBye;
+  return type != MessageType::kHello && type != MessageType::kWelcome && !is_sign(type);
 }
 
 }  // namespace
@@ -31,8 +33,11 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
     head.sequence = peer.next_out_++;
   else
     drop_waiting(peer, type, rail);
+  if (is_sign(type)) head.sequence = ++peer.last_sign_out_;
   if (transfer) ++transfer->in_flight_;
-  out_messages_.push_back({&peer, to_bytes(head, body), transfer, rail});
+  std::string message = to_bytes(head, body);
+  if (head.sequence) seal(message, peer.keys_out_.mac);
+  out_messages_.push_back({&peer, std::move(message), transfer, rail});
   peer.sent_to_ = last_tick_;
   flush_messages();
 }
@@ -102,14 +107,14 @@ bool Core::post_message(OutMessage& message, uint32_t number) {
 
 void Core::on_message(std::string_view message) {
   const auto head = parse_head(message);
-  if (!head.ok()) return log_warn("transfer: '{}' drops a message: {}", name, head.status().message());
+  if (!head.ok()) return refusals_.warn("transfer: '{}' drops a message: {}", name, head.status().message());
   const std::string_view body = message.substr(kHeadBytes);
   if (head->type == MessageType::kHello) return on_hello(*head, body);
   const std::shared_ptr<Peer> peer = find_peer(head->sender);
   if (!peer || peer->state() >= PeerState::kLost) return;
   if (head->type == MessageType::kWelcome) {
     const auto hello = parse_hello(body);
-    if (!hello.ok()) return log_warn("transfer: a bad welcome: {}", hello.status().message());
+    if (!hello.ok()) return refusals_.warn("transfer: a bad welcome: {}", hello.status().message());
     if (head->life < peer->life_ || !is_proven(*head, *hello)) return;
     const auto& ours = peer->nonces_;
     if (std::find(ours.begin(), ours.end(), hello->nonce) == ours.end()) return;
@@ -118,6 +123,13 @@ void Core::on_message(std::string_view message) {
   }
   if (head->life != peer->life_)
     return log_debug("transfer: a message of another life of '{}'", peer->name());
+  if (!is_sealed(message, peer->keys_in_.mac))
+    return refusals_.warn("transfer: '{}' drops a message that says it is of '{}', and is not", name,
+                          peer->name());
+  if (is_sign(head->type)) {
+    if (head->sequence <= peer->last_sign_in_) return;  // again, or late
+    peer->last_sign_in_ = head->sequence;
+  }
   peer->heard_ = last_tick_;
   switch (head->type) {
     case MessageType::kHeartbeat:

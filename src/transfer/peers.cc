@@ -2,7 +2,6 @@
 //
 // Connections: hello, heartbeats, and the end of one life of a connection.
 #include <algorithm>
-#include <bit>
 
 #include "base/log.h"
 #include "transfer/core.h"
@@ -71,7 +70,10 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   peer->nonce_there_ = random_nonce();  // none that was heard
   WEFT_TRY(route_to(*peer));
   peer->slot_here_ = slot;
+  peer->salt_here_ = random_nonce();
+  peer->keys_in_ = sender_keys(options.secret, address.engine, id, peer->salt_here_);
   peer->next_out_ = peer->next_in_ = 1;
+  peer->last_sign_out_ = peer->last_sign_in_ = 0;
   peer->heard_ = peer->sent_to_ = Clock::now();
   peer->process_ = NamedProcess(address.process);
   peer->ended_ = {};
@@ -115,7 +117,7 @@ std::string Core::hello_body(const Peer& peer, MessageType type) const {
                mark_of(options.secret, id),
                this_process_name(),
                {}};
-  Hello hello{std::move(self), peer.slot_here_, {}, {}, {}};
+  Hello hello{std::move(self), peer.slot_here_, {}, {}, peer.salt_here_, {}};
   for (const RailState& state : rails) {
     hello.address.rails.push_back(state.address);
     hello.inbox.push_back({state.inbox.base, state.inbox.rkey});
@@ -125,12 +127,10 @@ std::string Core::hello_body(const Peer& peer, MessageType type) const {
   return to_body(hello);
 }
 
-// Says so, but not once for each of many.
 bool Core::is_proven(const MessageHead& head, const Hello& hello) {
   if (is_same(hello.proof, prove_hello(options.secret, head, hello, id))) return true;
-  if (std::has_single_bit(++unproven_))
-    log_warn("transfer: '{}' drops a call of '{}', which does not know its job's secret ({} so far)", name,
-             hello.address.name, unproven_);
+  refusals_.warn("transfer: '{}' drops a call of '{}', which does not know its job's secret", name,
+                 hello.address.name);
   return false;
 }
 
@@ -194,15 +194,16 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
 void Core::on_hello(const MessageHead& head, std::string_view body) {
   auto hello = parse_hello(body);
   if (!hello.ok() || !(hello->address.engine == head.sender) || head.sender == id)
-    return log_warn("transfer: a bad hello: {}",
-                    hello.ok() ? "not from whom it says" : hello.status().message());
+    return refusals_.warn("transfer: a bad hello: {}",
+                          hello.ok() ? "not from whom it says" : hello.status().message());
   if (!is_proven(head, *hello)) return;
   std::shared_ptr<Peer> peer = find_peer(head.sender);
   const bool is_again = peer && peer->state() <= PeerState::kConnected && peer->nonce_there_ == hello->nonce;
   const bool is_new_life =
       !is_again && (!peer || peer->state() >= PeerState::kLost || head.life > peer->life_);
   if (!is_again && is_spent(hello->nonce))
-    return log_warn("transfer: '{}' drops a hello that '{}' has used before", name, hello->address.name);
+    return refusals_.warn("transfer: '{}' drops a hello that '{}' has used before", name,
+                          hello->address.name);
   if (peer && is_new_life && peer->state() <= PeerState::kConnected) {
     if (peer->state() == PeerState::kConnecting) {  // both call at once: theirs is the later life
       peer->life_ = head.life;
@@ -214,7 +215,7 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
     const uint32_t life = std::max(head.life, peer ? peer->life_ + 1 : 1);
     auto made = make_peer(hello->address);
     if (!made.ok())
-      return log_warn("transfer: cannot take '{}': {}", hello->address.name, made.status().message());
+      return refusals_.warn("transfer: cannot take '{}': {}", hello->address.name, made.status().message());
     peer = *made;
     peer->life_ = life;
   }
@@ -229,6 +230,7 @@ void Core::become_connected(Peer& peer, const Hello& hello, uint32_t life) {
   peer.heard_ = Clock::now();
   if (peer.state() != PeerState::kConnecting) return;
   peer.life_ = life;
+  peer.keys_out_ = sender_keys(options.secret, id, peer.engine_, hello.salt);
   peer.slot_there_ = hello.slot;
   peer.inbox_ = hello.inbox;
   peer.state_.store(PeerState::kConnected, std::memory_order_release);

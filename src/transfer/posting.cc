@@ -242,7 +242,7 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   op.to = peer.paths_[number].route;
   op.piece = wire_piece(transfer, piece, number);
   op.has_imm = piece.has_imm;
-  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_key_);
+  if (piece.has_imm) op.imm = imm_to(peer, number, ImmClass::kCount, transfer.imm_key_);
   op.delivered = transfer.delivered_;
   op.context = flight;
   if (transfer.kind_ != OpKind::kWrite) return book(flight, rail.post_read(op));
@@ -257,12 +257,7 @@ Posted Core::post_notice(Transfer& transfer, uint32_t target) {
     send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_key_, 1}), &transfer);
     return Posted::kOk;
   }
-  const uint32_t imm = encode_imm(key_class(transfer.imm_key_), peer.slot_there_, imm_id(transfer.imm_key_));
-  return post_imm(peer, imm, transfer, transfer.first_.rail);
-}
-
-Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wanted_rail) {
-  const uint32_t rail = rail_to(peer, wanted_rail);
+  const uint32_t rail = rail_to(peer, transfer.first_.rail);
   if (!has_room(rail)) return Posted::kAgain;
   const RailKey& inbox = peer.inbox_[peer.paths_[rail].rail_there];
   Flight* flight = take_flight(Flight::Use::kNotice, rail, &peer, &transfer);
@@ -270,7 +265,7 @@ Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wan
   op.to = peer.paths_[rail].route;
   op.piece = {inbox_page_.data(), rails[rail].inbox.lkey, inbox.base, inbox.rkey, 0};
   op.has_imm = true;
-  op.imm = imm;
+  op.imm = imm_to(peer, rail, key_class(transfer.imm_key_), imm_id(transfer.imm_key_));
   op.context = flight;
   peer.sent_to_ = last_tick_;
   return book(flight, rails[rail].rail->post_write(op));

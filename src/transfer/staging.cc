@@ -235,7 +235,7 @@ void Staging::post(Peer& peer, Peer::StageOut& out, uint32_t index) {
   op.piece = {out.base + offset, out.rails[rail].lkey, there.base + offset, there.rkey,
               out.shared.data() ? 0 : slot.bytes};
   op.has_imm = core_.write_imm_;
-  op.imm = encode_imm(ImmClass::kStage, peer.slot_there_, index);
+  op.imm = core_.imm_to(peer, rail, ImmClass::kStage, index);
   op.delivered = !core_.write_imm_;
   op.context = flight;
   const Posted posted = core_.book(flight, core_.rails[rail].rail->post_write(op));
@@ -319,6 +319,8 @@ void Staging::drop_all() {
 }
 
 void Staging::on_ask(Peer& peer) {
+  if (peer.stage_in_)
+    return core_.lose_peer(peer, PeerState::kLost, Status(Code::kPeerLost, "it asked for slots twice"));
   auto area = std::make_shared<Peer::StageIn>();
   area->slots = core_.options.stage_slots;
   area->slot_bytes = core_.options.stage_slot_bytes;

@@ -11,6 +11,7 @@ namespace {
 constexpr uint32_t kMessageMagic = 0x54464557;     // "WEFT"
 constexpr uint32_t kAddressMagic = 0x41464557;     // "WEFA"
 constexpr uint32_t kDescriptorMagic = 0x44464557;  // "WEFD"
+constexpr uint32_t kSealAt = kHeadBytes - sizeof(uint64_t);
 
 class Writer {
  public:
@@ -130,6 +131,10 @@ void get_address(Reader& in, Address& address) {
   if (!in.failed() && rails == 0) in.fail();
 }
 
+uint64_t seal_of(std::string_view message, const MacKey& key) {
+  return message_mac(key, message.substr(0, kSealAt), message.substr(kHeadBytes));
+}
+
 template <class T>
 Result<T> finish(const Reader& in, const char* what, T value) {
   WEFT_TRY(in.done(what));
@@ -162,6 +167,15 @@ Nonce mark_of(std::string_view secret, const EngineId& engine) {
   Nonce mark;
   std::memcpy(mark.data(), proof.data(), mark.size());
   return mark;
+}
+
+SenderKeys sender_keys(std::string_view secret, const EngineId& sender, const EngineId& receiver,
+                       const Nonce& salt_of_receiver) {
+  const Proof proof = prove(secret, "messages",
+                            {bytes_of(sender.bytes), bytes_of(receiver.bytes), bytes_of(salt_of_receiver)});
+  SenderKeys keys{mac_key(proof), 0};
+  std::memcpy(&keys.token, proof.data() + sizeof keys.mac, sizeof keys.token);
+  return keys;
 }
 
 bool same_secret(const Secret& a, const Secret& b) {
@@ -209,8 +223,20 @@ std::string to_bytes(const MessageHead& head, std::string_view body) {
   out.raw(head.sender.bytes.data(), 16).put(head.life).put(head.sequence);
   return out.put<uint32_t>(static_cast<uint32_t>(body.size()))
       .put<uint32_t>(0)
+      .put<uint64_t>(0)
       .raw(body.data(), body.size())
       .take();
+}
+
+void seal(std::string& message, const MacKey& key) {
+  const uint64_t mac = seal_of(message, key);
+  std::memcpy(message.data() + kSealAt, &mac, sizeof mac);
+}
+
+bool is_sealed(std::string_view message, const MacKey& key) {
+  uint64_t mac = 0;
+  std::memcpy(&mac, message.data() + kSealAt, sizeof mac);
+  return mac == seal_of(message, key);
 }
 
 Result<MessageHead> parse_head(std::string_view message) {
@@ -225,6 +251,7 @@ Result<MessageHead> parse_head(std::string_view message) {
   in.get(head.sequence);
   in.get(head.body_bytes);
   (void)in.get<uint32_t>();
+  (void)in.get<uint64_t>();
   if (in.failed())
     return Status::invalid("message: {} bytes, allowed: {} or more", message.size(), kHeadBytes);
   if (version != kWireVersion)
@@ -243,6 +270,7 @@ std::string to_body(const Hello& hello) {
   Writer out;
   put_address(out, hello.address);
   out.put(hello.slot).keys(hello.inbox).raw(hello.nonce.data(), hello.nonce.size());
+  out.raw(hello.salt.data(), hello.salt.size());
   return out.raw(hello.proof.data(), hello.proof.size()).take();
 }
 
@@ -261,6 +289,7 @@ Result<Hello> parse_hello(std::string_view body) {
   in.get(hello.slot);
   in.keys(hello.inbox);
   in.raw(hello.nonce.data(), hello.nonce.size());
+  in.raw(hello.salt.data(), hello.salt.size());
   in.raw(hello.proof.data(), hello.proof.size());
   WEFT_TRY(in.done("hello"));
   if (hello.slot >= kPeersMax)

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/message_mac.h"
 #include "base/process_name.h"
 #include "base/proof.h"
 #include "base/shared_memory.h"
@@ -22,7 +23,7 @@
 
 namespace weft::transfer {
 
-constexpr uint32_t kWireVersion = 5;
+constexpr uint32_t kWireVersion = 6;
 
 // Limits that a parser enforces before it allocates.
 constexpr uint32_t kRailsMax = 64;
@@ -30,13 +31,20 @@ constexpr uint32_t kNameBytesMax = 256;
 constexpr uint32_t kRailAddressBytesMax = 1024;
 constexpr uint32_t kTextBytesMax = 2048;
 
-// The 32 bits of an immediate: class 2 | number of the sender at the receiver 10 | id 20.
+// The lower 32 bits of an immediate: class 2 | number of the sender at the receiver 10 | id 20. On rails whose immediates
+// have 64, SenderKeys::token stands above.
 enum class ImmClass : uint32_t { kCount = 0, kBarrier = 1, kStage = 2 };
 constexpr uint32_t kImmIdBits = 20;
 constexpr uint32_t kImmIdMax = (1u << kImmIdBits) - 1;
 constexpr uint32_t kPeersMax = 1u << 10;
 constexpr uint32_t encode_imm(ImmClass kind, uint32_t sender, uint32_t id) {
   return static_cast<uint32_t>(kind) << 30 | sender << kImmIdBits | id;
+}
+constexpr uint64_t with_token(uint32_t imm, uint32_t token) {
+  return uint64_t{token} << 32 | imm;
+}
+constexpr uint32_t imm_token(uint64_t imm) {
+  return static_cast<uint32_t>(imm >> 32);
 }
 constexpr ImmClass imm_class(uint32_t imm) {
   return static_cast<ImmClass>(imm >> 30);
@@ -122,9 +130,19 @@ enum class MessageType : uint8_t {
   kLast = kStageDone,
 };
 
+// What a sender shows to one receiver in one life of their connection, so that nobody else speaks for it. Both derive
+// it from their secret and the salt that the receiver has made up for that life and said in its hello or welcome: so
+// each side can check what comes before it has heard anything, and what was overheard in another life shows nothing.
+struct SenderKeys {
+  MacKey mac{};        // seals messages
+  uint32_t token = 0;  // in immediates
+};
+SenderKeys sender_keys(std::string_view secret, const EngineId& sender, const EngineId& receiver,
+                       const Nonce& salt_of_receiver);
+
 // Head of every message: magic 4 | version 2 | type 1 | flags 1 | sender 16 | life 4 | sequence 4 | body
-// bytes 4 | 0 4. `sequence` counts the ordered messages of one life of a connection from 1; 0 marks those
-// outside of it.
+// bytes 4 | 0 4 | seal 8. `sequence` counts the ordered messages of one life of a connection from 1, and heartbeats and byes by
+// themselves. The seal is message_mac() of everything else; hellos and welcomes have a proof in its place, and 0 in both.
 struct MessageHead {
   MessageType type = MessageType::kHeartbeat;
   EngineId sender;
@@ -132,13 +150,14 @@ struct MessageHead {
   uint32_t sequence = 0;
   uint32_t body_bytes = 0;
 };
-constexpr uint32_t kHeadBytes = 40;
+constexpr uint32_t kHeadBytes = 48;
 
 struct Hello {  // also kWelcome
   Address address;
   uint32_t slot = 0;  // the number that the receiver puts into its immediates towards the sender of this
   std::vector<RailKey> inbox;  // a page that takes writes of zero bytes, per rail
   Nonce nonce{};               // made up for this hello; in a welcome, the one of the hello that it answers
+  Nonce salt{};                // of the SenderKeys of what comes to the sender of this
   Proof proof{};               // prove_hello() of all that and the head
 };
 struct Attach {
@@ -203,6 +222,8 @@ Result<Address> parse_address(std::string_view bytes);
 Result<Descriptor> parse_descriptor(std::string_view bytes);
 
 std::string to_bytes(const MessageHead& head, std::string_view body);
+void seal(std::string& message, const MacKey& key);  // `message`: of to_bytes()
+bool is_sealed(std::string_view message, const MacKey& key);
 Result<MessageHead> parse_head(std::string_view message);  // the body is message.substr(kHeadBytes)
 
 std::string to_body(const Hello& hello);

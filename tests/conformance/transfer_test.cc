@@ -37,6 +37,11 @@ std::vector<Backend> backends() {
                    o.caps.tx_depth = 5;
                  })});
   all.push_back({"loopback_no_imm", loopback([](O& o) { o.caps.write_imm = false; })});
+  all.push_back({"loopback_by_route", loopback([](O& o) { o.caps.imm_bits = 32; })});
+  all.push_back({"loopback_unproven", loopback([](O& o) {
+                   o.caps.imm_bits = 32;
+                   o.caps.source = provider::Source::kUnknown;
+                 })});
   all.push_back({"loopback_packing", loopback([](O& o) { o.caps.packs_small_pages = true; })});
   all.push_back({"loopback_pages", loopback([](O& o) { o.pages_per_post = 100; })});
   all.push_back({"loopback_pages_apart", loopback([](O& o) {

@@ -70,6 +70,28 @@ TEST(Wire, HeadMustAgreeWithItsBody) {
   EXPECT_FALSE(parse_head(message.substr(0, message.size() - 1)).ok());
 }
 
+TEST(Wire, ASealIsOfEveryByteAndOfOneWayInOneLife) {
+  const EngineId a = random_id(), b = random_id();
+  const Nonce salt = random_nonce();
+  const SenderKeys keys = sender_keys("the secret of a job", a, b, salt);
+  std::string message = to_bytes({MessageType::kEager, a, 3, 4, 0}, "hello");
+  EXPECT_FALSE(is_sealed(message, keys.mac));
+  seal(message, keys.mac);
+  EXPECT_TRUE(parse_head(message).ok());
+  EXPECT_TRUE(is_sealed(message, keys.mac));
+  for (size_t i = 0; i < message.size(); ++i) {
+    message[i] ^= 1;
+    EXPECT_FALSE(is_sealed(message, keys.mac)) << i;
+    message[i] ^= 1;
+  }
+  for (const SenderKeys& others :
+       {sender_keys("the secret of a job", b, a, salt), sender_keys("another secret", a, b, salt),
+        sender_keys("the secret of a job", a, b, random_nonce())}) {
+    EXPECT_FALSE(is_sealed(message, others.mac));
+    EXPECT_NE(others.token, keys.token);
+  }
+}
+
 TEST(Wire, PackMayNotReachBeyondItsSlot) {
   PackHead head;
   head.ticket = 5;
@@ -116,6 +138,8 @@ TEST(Wire, ImmediateKeepsItsParts) {
       EXPECT_EQ(imm_class(imm), ImmClass::kStage);
       EXPECT_EQ(imm_sender(imm), sender);
       EXPECT_EQ(imm_id(imm), id);
+      EXPECT_EQ(static_cast<uint32_t>(with_token(imm, 0xfedcba98)), imm);
+      EXPECT_EQ(imm_token(with_token(imm, 0xfedcba98)), 0xfedcba98);
     }
 }
 

@@ -114,13 +114,14 @@ def libfabric() -> str:
 
 
 def providers() -> list[dict[str, Any]]:
-    """Return each provider's name, its usable NICs and, where it has none, why."""
+    """Return each provider's name, its usable NICs, what proves who sent an immediate, or why it has no NIC."""
     found = []
     for name in _core.transfer_provider_names():
         nics = _core.transfer_find_provider(name).probe()
         usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
         why = "" if usable else next((nic["unusable_because"] for nic in nics), "it found no NIC")
-        found.append({"name": name, "nics": usable, "unusable_because": why})
+        proofs = sorted({nic["imm_proof"] for nic in nics if not nic["unusable_because"]})
+        found.append({"name": name, "nics": usable, "unusable_because": why, "imm_proofs": proofs})
     return found
 
 
@@ -290,10 +291,10 @@ def _transport_table(device: str, transports: list[dict[str, Any]]) -> Table:
 
 
 def _provider_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("Providers of the transfer engine", "name", "usable", "NICs")
+    table = _table("Providers of the transfer engine", "name", "usable", "NICs", "immediates proven by")
     for row in rows:
         usable = "yes" if row["nics"] else f"no: {row['unusable_because']}"
-        table.add(row["name"], usable, ", ".join(row["nics"]))
+        table.add(row["name"], usable, ", ".join(row["nics"]), ", ".join(row["imm_proofs"]))
     return table
 
 

@@ -15,6 +15,9 @@ class Nic:
     """One NIC (or software network interface) of a provider, and what it can do.
 
     ``unusable_because`` is empty when it can be opened. ``gbit_per_s`` is 0 where unknown, ``numa_node`` -1.
+    ``imm_proof`` says how an immediate is tied to its sender: by a ``token`` in it, by its ``connection``, by the
+    ``address key`` that the NIC asks for; ``message``: notices travel as sealed messages; ``none``: they do so once
+    there is a secret, and without one anybody can forge them.
     """
 
     provider: str
@@ -24,6 +27,7 @@ class Nic:
     gbit_per_s: float
     ordered_writes: bool
     write_imm: bool
+    imm_proof: str
     device_memory: bool
     manual_progress: bool
     packs_small_pages: bool

@@ -13,9 +13,14 @@
 namespace weft::provider {
 namespace {
 
-constexpr uint32_t kQkey = 0x57454654;
+constexpr uint32_t kQkeyMax = 0x7fffffff;            // those above are the operating system's
 constexpr auto kJoinFor = std::chrono::seconds(60);  // a link that the engine never asked for
 constexpr auto kHandshakePauseLast = std::chrono::milliseconds(200);
+
+// Whether its sender takes what this link sends.
+bool has_heard(const Handshake& handshake, const Link& link) {
+  return handshake.heard_qpn == link.qp->qp_num && handshake.heard_nonce == link.nonce;
+}
 
 }  // namespace
 
@@ -27,7 +32,8 @@ Status VerbsRail::open_handshake_qp() {
   ib::QpAttr attr{};
   attr.qp_state = ib::kStateInit;
   attr.port_num = port_;
-  attr.qkey = kQkey;
+  place_.qkey = static_cast<uint32_t>(random_key()) & kQkeyMax;
+  attr.qkey = place_.qkey;
   bool worked = ib_.modify_qp(handshake_qp_, &attr,
                               ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
   attr.qp_state = ib::kStateRtr;
@@ -39,6 +45,11 @@ Status VerbsRail::open_handshake_qp() {
     return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
   place_.handshake_qpn = handshake_qp_->qp_num;
   return {};
+}
+
+Proof VerbsRail::prove_handshake(const Handshake& handshake, const Place& to) const {
+  const auto said = std::string_view(reinterpret_cast<const char*>(&handshake), offsetof(Handshake, proof));
+  return prove(secret_, "verbs", {said, {reinterpret_cast<const char*>(&to), sizeof to}});
 }
 
 bool VerbsRail::repost_handshake(uint32_t i) {
@@ -64,6 +75,7 @@ Result<size_t> VerbsRail::link_to(const Place& there) {
   link.there = there;
   link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
   link.number = ++links_made_;
+  link.nonce = random_nonce();
   ib::AhAttr ah = route_to(there);
   link.ah = ib_.create_ah(pd_, &ah);
   ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
@@ -102,6 +114,7 @@ bool VerbsRail::join(Link& link, const Handshake& handshake) {
   link.state = LinkState::kUp;
   link.their_qpn = handshake.qpn;
   link.their_number = handshake.number;
+  link.their_nonce = handshake.nonce;
   return bring_up(link, handshake.qpn, handshake.psn);
 }
 
@@ -138,6 +151,9 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
   handshake.psn = link.psn;
   handshake.number = link.number;
   handshake.heard_qpn = link.their_qpn;
+  handshake.nonce = link.nonce;
+  handshake.heard_nonce = link.their_nonce;
+  handshake.proof = prove_handshake(handshake, link.there);
   char* buffer = handshake_buffer(index);
   std::memcpy(buffer, &handshake, sizeof handshake);
   ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof handshake, arena_mr_->lkey};
@@ -149,7 +165,7 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
   wr.send_flags = ib::kSendSignaled;
   wr.wr.ud.ah = link.ah;
   wr.wr.ud.remote_qpn = link.there.handshake_qpn;
-  wr.wr.ud.remote_qkey = kQkey;
+  wr.wr.ud.remote_qkey = link.there.qkey;
   if (context_->ops.post_send(handshake_qp_, &wr, &bad) != 0) return false;
   free_handshakes_.pop_back();
   return true;
@@ -182,15 +198,18 @@ void VerbsRail::on_handshake(const ib::Wc& wc) {
   if (is_whole)
     std::memcpy(static_cast<void*>(&handshake), handshake_buffer(i) + kRouteHeaderBytes, sizeof handshake);
   repost_handshake(i);
-  if (!is_whole || std::memcmp(handshake.tag, "wgr3", 4) != 0 ||
-      std::memcmp(handshake.from.tag, "ibv1", 4) != 0)
+  if (!is_whole || std::memcmp(handshake.tag, Handshake().tag, 4) != 0 ||
+      std::memcmp(handshake.from.tag, Place().tag, 4) != 0)
     return;
+  if (!is_same(handshake.proof, prove_handshake(handshake, place_)))
+    return refusals_.warn("verbs: {} drops a handshake whose sender does not know the job's secret",
+                          nic_.name);
   if (Link* const link = link_for(handshake)) heed(*link, handshake);
 }
 
 Link* VerbsRail::link_for(const Handshake& handshake) {
   Link* const known = live_link(handshake.from);
-  if (handshake.is_answer && (!known || handshake.heard_qpn != known->qp->qp_num)) return nullptr;
+  if (handshake.is_answer && (!known || !has_heard(handshake, *known))) return nullptr;
   if (known && handshake.number < known->their_number) return nullptr;
   if (known && known->state == LinkState::kConnected && handshake.qpn != known->their_qpn)
     break_link(*known);  // they start anew; the engine hears of it by their hello
@@ -200,7 +219,7 @@ Link* VerbsRail::link_for(const Handshake& handshake) {
 
 void VerbsRail::heed(Link& link, const Handshake& handshake) {
   if (link.their_qpn != handshake.qpn && !join(link, handshake)) return break_link(link);
-  if (handshake.heard_qpn == link.qp->qp_num) link.state = LinkState::kConnected;
+  if (has_heard(handshake, link)) link.state = LinkState::kConnected;
   if (handshake.is_answer) return;
   link.owes_answer = !send_handshake(link, true);
   link.answers_again = random_() % 2 == 0;

@@ -175,7 +175,7 @@ Posted VerbsRail::post_rma(const RmaOp& op, int opcode) {
                key_of(op.piece.lkey)};
   ib::SendWr wr{};
   wr.opcode = opcode;
-  wr.imm_data = htonl(op.imm);
+  wr.imm_data = htonl(static_cast<uint32_t>(op.imm));
   wr.wr.rdma.remote_addr = op.piece.remote;
   wr.wr.rdma.rkey = static_cast<uint32_t>(op.piece.rkey);
   return post(links_[op.to], wr, part, op.context);
@@ -217,6 +217,7 @@ bool VerbsRail::take(const ib::Wc& wc, Event& event) {
   Link* const link = link_of(wc.qp_num);
   if (is_receive) {
     if (link && link->state == LinkState::kUp) link->state = LinkState::kConnected;  // who sends is up
+    event.from = link ? by_qp_.at(wc.qp_num) : kNoRoute;
     return take_receive(wc, event);
   }
   if (wc.status != 0 && wc.wr_id < kReceives) return false;  // a receive that was flushed

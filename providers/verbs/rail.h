@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/paced_log.h"
+#include "base/proof.h"
 #include "base/random.h"
 #include "providers/verbs/verbs.h"
 
@@ -31,29 +33,34 @@ inline constexpr uint64_t kHandshakeSent = uint64_t{1} << 32;  // wr_id of datag
 
 // Where a rail is reached: what address() returns.
 struct Place {
-  char tag[4] = {'i', 'b', 'v', '1'};
+  char tag[4] = {'i', 'b', 'v', '2'};
   uint32_t handshake_qpn = 0;  // of its datagram queue pair
   Gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0;
   uint8_t is_ethernet = 0;
-  uint32_t unused = 0;  // places are compared byte by byte: no gap that nobody wrote
-  uint64_t life = 0;    // another process at the same place has another one
+  uint32_t qkey = 0;  // random; its NIC takes no datagram without it
+  uint64_t life = 0;  // another process at the same place has another one
   bool same_as(const Place& o) const { return std::memcmp(this, &o, sizeof *this) == 0; }
 };
 static_assert(sizeof(Place) == 40);
 
 // The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
-// gone.
+// gone. The proof is of everything before it and of the place it goes to, by the job's secret: so strangers cannot make
+// one. Who overhears one can send it again, which joins a link to where it was joined.
 struct Handshake {
-  char tag[4] = {'w', 'g', 'r', '3'};
+  char tag[4] = {'w', 'g', 'r', '4'};
   uint32_t is_answer = 0;
   Place from;
   uint32_t qpn = 0;
   uint32_t psn = 0;
   uint32_t number = 0;     // of the sender's link: a later one has a higher number
   uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
+  Nonce nonce{};           // of the sender's link,
+  Nonce heard_nonce{};     // and of the link that it has heard; an answer without it is of another time
+  Proof proof{};
 };
+static_assert(sizeof(Handshake) == 64 + 2 * sizeof(Nonce) + sizeof(Proof));
 
 // kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
 enum class LinkState { kHandshaking, kUp, kConnected, kBroken };
@@ -70,6 +77,7 @@ struct Link {
   ib::Ah* ah = nullptr;
   uint32_t psn = 0;
   uint32_t number = 0;
+  Nonce nonce{}, their_nonce{};
   uint32_t their_qpn = 0;  // 0: joined to none yet
   uint32_t their_number = 0;
   uint32_t under_way = 0;    // posted and not come back
@@ -83,7 +91,8 @@ struct Link {
 
 class VerbsRail : public Rail {
  public:
-  VerbsRail(ib::Library library, Nic nic) : ib_(std::move(library)), nic_(std::move(nic)) {}
+  VerbsRail(ib::Library library, Nic nic, std::string secret)
+      : ib_(std::move(library)), nic_(std::move(nic)), secret_(std::move(secret)) {}
 
   ~VerbsRail() override;
 
@@ -126,6 +135,7 @@ class VerbsRail : public Rail {
   }
 
   Status open_handshake_qp();
+  Proof prove_handshake(const Handshake& handshake, const Place& to) const;
 
   bool repost(uint32_t i);
 
@@ -187,6 +197,8 @@ class VerbsRail : public Rail {
 
   ib::Library ib_;
   Nic nic_;
+  const std::string secret_;
+  PacedLog refusals_;
   ib::Context* context_ = nullptr;
   ib::Pd* pd_ = nullptr;
   ib::Cq* cq_ = nullptr;

@@ -27,13 +27,13 @@ class Verbs : public Provider {
     return nics;
   }
 
-  Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions&) override {
+  Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions& options) override {
     WEFT_TRY(Status(library_.status()));
     Result<std::unique_ptr<Rail>> opened =
         Status::invalid("nic: got {}, which verbs does not have", nic.name);
     each_device([&](ib::Device* device, const Nic& found, uint8_t port, int gid_index) {
       if (found.name != nic.name || opened.ok()) return;
-      auto rail = std::make_unique<VerbsRail>(*library_, found);
+      auto rail = std::make_unique<VerbsRail>(*library_, found, options.secret);
       Status status = found.usable() ? rail->open(device, port, gid_index)
                                      : Status(Code::kUnsupported, found.unusable_because);
       if (status.ok())
@@ -83,7 +83,8 @@ class Verbs : public Provider {
     Nic nic;
     nic.provider = "verbs";
     nic.name = name;
-    nic.caps.ordered_writes = false;  // relaxed ordering is on
+    nic.caps.ordered_writes = false;   // relaxed ordering is on
+    nic.caps.source = Source::kRoute;  // each peer has a queue pair of its own
     nic.caps.device_memory = cuda_driver().ok();
     nic.caps.dmabuf = library_->reg_dmabuf_mr != nullptr;
     nic.caps.write_bytes_max = attr.max_msg_sz ? attr.max_msg_sz : 1u << 30;

@@ -26,6 +26,7 @@ struct FakeQp : ib::Qp {
   int type = 0;
   int state = 0;
   uint32_t peer = 0;
+  uint32_t qkey = 0;
   std::deque<Received> receives;
 };
 struct FakePd {
@@ -74,7 +75,8 @@ bool is_reachable(const ib::SendWr& wr, const ib::Sge& part, int wanted) {
 int send_datagram(FakeQp& from, const ib::SendWr& wr) {
   complete(from.send_cq, wr.wr_id, 0, ib::kOpSend, 0, from.qp_num);
   const auto to = wire().qps.find(wr.wr.ud.remote_qpn);
-  if (wire().is_lost(++wire().datagrams) || to == wire().qps.end() || to->second->receives.empty())
+  if (wire().is_lost(++wire().datagrams) || to == wire().qps.end() || to->second->receives.empty() ||
+      wr.wr.ud.remote_qkey != to->second->qkey)
     return 0;  // lost
   const Received receive = to->second->receives.front();
   to->second->receives.pop_front();
@@ -215,6 +217,7 @@ int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
     return EINVAL;
   }
   qp.state = attr->qp_state;
+  if (qp.state == ib::kStateInit && !is_rc) qp.qkey = attr->qkey;
   if (qp.state == ib::kStateRtr) qp.peer = attr->dest_qp_num;
   return 0;
 }

@@ -7,21 +7,24 @@
 #include <random>
 
 #include "base/deadline.h"
+#include "providers/verbs/rail.h"
 #include "tests/conformance/fake_verbs.h"
 
 namespace weft::transfer::testing {
 namespace {
 
+namespace ib = provider::ib;
 using provider::Context;
 using provider::Event;
 using provider::EventKind;
+using provider::Place;
 using provider::Posted;
 using provider::Rail;
 using provider::Route;
 
-std::unique_ptr<Rail> open_rail() {
+std::unique_ptr<Rail> open_rail(const std::string& secret = "") {
   const auto provider = make_fake_verbs();
-  return std::move(*provider->open(provider->probe()[0], {}));
+  return std::move(*provider->open(provider->probe()[0], {0, 0, secret}));
 }
 
 void poll(Rail& rail) {
@@ -165,6 +168,98 @@ TEST(VerbsHandshake, ForgottenPeersLeaveNoQueuePairs) {
     b->forget(to_a);
   }
   EXPECT_EQ(fake_verbs_queue_pairs(), before);
+}
+
+// Who speaks the NIC's protocol, knows a rail's address, and does not know the secret.
+class Forger {
+ public:
+  Forger() {
+    int count = 0;
+    ib::Device** devices = ib_.get_device_list(&count);
+    context_ = ib_.open_device(devices[0]);
+    ib_.free_device_list(devices);
+    pd_ = ib_.alloc_pd(context_);
+    cq_ = ib_.create_cq(context_, 64, nullptr, nullptr, 0);
+    ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {64, 64, 1, 1, 0}, ib::kTypeUd, 1};
+    qp_ = ib_.create_qp(pd_, &init);
+    ib::QpAttr attr{};
+    attr.qp_state = ib::kStateInit;
+    ib_.modify_qp(qp_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey);
+    attr.qp_state = ib::kStateRtr;
+    ib_.modify_qp(qp_, &attr, ib::kMaskState);
+    attr.qp_state = ib::kStateRts;
+    ib_.modify_qp(qp_, &attr, ib::kMaskState | ib::kMaskSqPsn);
+  }
+  ~Forger() {
+    ib_.destroy_qp(qp_);
+    ib_.destroy_cq(cq_);
+    ib_.dealloc_pd(pd_);
+    ib_.close_device(context_);
+  }
+  void send(const provider::Handshake& handshake, const Place& to) {
+    ib::Sge part{reinterpret_cast<uint64_t>(&handshake), sizeof handshake, 0};
+    ib::SendWr wr{}, *bad = nullptr;
+    wr.sg_list = &part;
+    wr.num_sge = 1;
+    wr.opcode = ib::kOpSend;
+    wr.wr.ud.remote_qpn = to.handshake_qpn;
+    wr.wr.ud.remote_qkey = to.qkey;
+    EXPECT_EQ(context_->ops.post_send(qp_, &wr, &bad), 0);
+  }
+
+ private:
+  ib::Library ib_ = fake_verbs_library();
+  ib::Context* context_ = nullptr;
+  ib::Pd* pd_ = nullptr;
+  ib::Cq* cq_ = nullptr;
+  ib::Qp* qp_ = nullptr;
+};
+
+Place place_of(const Rail& rail) {
+  Place place;
+  const std::string bytes = rail.address();
+  std::memcpy(static_cast<void*>(&place), bytes.data(), sizeof place);
+  return place;
+}
+
+TEST(VerbsHandshake, OfStrangersBreakNoLinkAndMakeNoQueuePair) {
+  const FakeVerbsLoss none([](uint32_t) { return false; });
+  const std::unique_ptr<Rail> a = open_rail("the secret"), b = open_rail("the secret");
+  const Route a_to_b = *a->resolve(b->address()), b_to_a = *b->resolve(a->address());
+  expect_write_arrives(*a, *b, a_to_b);
+  Forger forger;
+  const size_t before = fake_verbs_queue_pairs();
+  for (uint32_t i = 0; i < 300; ++i) {
+    provider::Handshake forged;
+    forged.is_answer = i % 2;
+    forged.from = place_of(*b);
+    if (i % 3 == 0) forged.from.life += i;  // of nobody
+    forged.qpn = 5000 + i;
+    forged.number = 1000 + i;
+    forged.proof[i % forged.proof.size()] = static_cast<uint8_t>(i);
+    forger.send(forged, place_of(*a));
+    poll(*a);
+  }
+  EXPECT_EQ(fake_verbs_queue_pairs(), before);
+  expect_write_arrives(*a, *b, a_to_b);
+  expect_write_arrives(*b, *a, b_to_a);
+}
+
+TEST(VerbsHandshake, OfAnotherJobJoinsNobody) {
+  const FakeVerbsLoss none([](uint32_t) { return false; });
+  const std::unique_ptr<Rail> a = open_rail("the secret"), stranger = open_rail("another");
+  const Route to_a = *stranger->resolve(a->address());
+  const size_t before = fake_verbs_queue_pairs();
+  Context context;
+  for (int i = 0; i < 50; ++i) poll(*stranger), poll(*a);
+  EXPECT_EQ(try_write(*stranger, to_a, context), Posted::kAgain);
+  EXPECT_EQ(fake_verbs_queue_pairs(), before);
+}
+
+TEST(VerbsHandshake, EachRailHasAKeyOfItsOwn) {
+  const std::unique_ptr<Rail> a = open_rail(), b = open_rail();
+  EXPECT_NE(place_of(*a).qkey, place_of(*b).qkey);
+  EXPECT_EQ(place_of(*a).qkey >> 31, 0u);  // the operating system's
 }
 
 }  // namespace

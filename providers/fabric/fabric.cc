@@ -15,6 +15,7 @@
 #include "base/same_host.h"
 #include "providers/fabric/address.h"
 #include "providers/fabric/library.h"
+#include "providers/fabric/listener_guard.h"
 #include "providers/fabric/nic.h"
 #include "providers/fabric/page_streams.h"
 #include "providers/fabric/region_name.h"
@@ -68,6 +69,7 @@ class FabricRail : public Rail {
     size_t count = sizeof bytes;
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
     own_address_.assign(bytes, count);
+    if (nic_.provider == "fabric:tcp") guard_ = ListenerGuard::of(own_address_);
     if (nic_.caps.pages_apart) {
       WEFT_TRY_ASSIGN(pages_, PageStreams::listen(interface_of(own_address_), secret_));
     }
@@ -230,6 +232,7 @@ class FabricRail : public Rail {
 
   size_t poll(Event* events, size_t max) override {
     size_t made = 0;
+    if (guard_) guard_->look();
     if (pages_ && pages_->progress(ready_) && max > 0) events[made++].kind = EventKind::kServed;
     while (made < max && !ready_.empty()) {
       events[made++] = std::move(ready_.front());
@@ -427,6 +430,7 @@ class FabricRail : public Rail {
   size_t key_bytes_ = 8;
   size_t inject_bytes_ = 0;
   std::string own_address_;
+  std::unique_ptr<ListenerGuard> guard_;
   std::unique_ptr<PageStreams> pages_;
   std::vector<Destination> destinations_;
   std::deque<Event> ready_, refused_;

@@ -3,8 +3,13 @@
 // What strangers on the network can do to engines: who knows an address, who has overheard keys and messages, and a
 // peer of the job that speaks for another. Every attack ends with honest peers that get right results.
 #include <dirent.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <future>
@@ -12,6 +17,7 @@
 
 #include "base/log.h"
 #include "providers/fabric/abi.h"
+#include "providers/fabric/address.h"
 #include "providers/fabric/fabric.h"
 #include "tests/conformance/transfer_fixture.h"
 #include "tests/support/stranger.h"
@@ -319,6 +325,118 @@ TEST_P(Strangers, LeaveNoDescriptorsBehind) {
   EXPECT_TRUE(wait_until(soon(), [&] { return open_files() <= before; }))
       << before << " were open, now " << open_files();
 }
+
+// Another process that opens connections to an address and keeps them until it is let go.
+class Caller {
+ public:
+  Caller(sockaddr_in to, int connections, bool says_something) {
+    int ready[2], end[2];
+    if (pipe(ready) != 0 || pipe(end) != 0) throw std::runtime_error("no pipe");
+    pid_ = fork();
+    if (pid_ == 0) {
+      rlimit most{};
+      getrlimit(RLIMIT_NOFILE, &most);
+      most.rlim_cur = most.rlim_max;
+      setrlimit(RLIMIT_NOFILE, &most);
+      close(end[1]);
+      for (int i = 0; i < connections; ++i) {
+        const int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0 && says_something)
+          (void)!send(fd, "?", 1, MSG_NOSIGNAL);
+      }
+      char byte = 0;
+      (void)!write(ready[1], &byte, 1);
+      (void)!read(end[0], &byte, 1);  // until the other end is closed
+      _exit(0);
+    }
+    close(ready[1]);
+    close(end[0]);
+    char byte = 0;
+    (void)!read(ready[0], &byte, 1);
+    close(ready[0]);
+    end_ = end[1];
+  }
+  ~Caller() {
+    close(end_);
+    waitpid(pid_, nullptr, 0);
+  }
+
+ private:
+  pid_t pid_ = -1;
+  int end_ = -1;
+};
+
+// Lets this process open few more files than it has.
+class FewFiles {
+ public:
+  explicit FewFiles(rlim_t more) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    rlimit few = before_;
+    few.rlim_cur = open_files() + more;
+    setrlimit(RLIMIT_NOFILE, &few);
+  }
+  ~FewFiles() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+class SilentCallers : public Strangers {
+ protected:
+  // libfabric's own listener.
+  sockaddr_in listener() const {
+    sockaddr_in address{};
+    std::memcpy(&address, victim_.data() + sizeof(provider::AddressHead), sizeof address);
+    return address;
+  }
+  bool can_open_a_file() {
+    const int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) close(fd);
+    return fd >= 0;
+  }
+};
+
+// Connections that say nothing are the kernel's affair.
+TEST_P(SilentCallers, TakeNoDescriptors) {
+  const FewFiles few(200);
+  const size_t before = open_files();
+  const Caller caller(listener(), 300, false);
+  for (int i = 0; i < 5; ++i) {
+    expect_honest();
+    EXPECT_LT(open_files(), before + 20);
+  }
+  EXPECT_TRUE(can_open_a_file());
+}
+
+// Those that say a word and no more are shut down.
+TEST_P(SilentCallers, WhoStopInTheMiddleGetLost) {
+  const size_t before = open_files();
+  const FewFiles few(200);
+  const Caller caller(listener(), 150, true);
+  EXPECT_TRUE(wait_until(soon(60), [&] { return open_files() < before + 20; }))
+      << open_files() << " of " << before;
+  expect_honest();
+  EXPECT_TRUE(can_open_a_file());
+}
+
+// More of them than there is room for.
+TEST_P(SilentCallers, WhoFillTheTableAreShutDownToo) {
+  const size_t before = open_files();
+  const FewFiles few(200);
+  const Caller caller(listener(), 300, true);
+  EXPECT_TRUE(wait_until(soon(60), [&] { return open_files() < before + 20; }))
+      << open_files() << " of " << before;
+  expect_honest();
+  EXPECT_TRUE(can_open_a_file());
+}
+
+INSTANTIATE_TEST_SUITE_P(Tcp, SilentCallers, ::testing::ValuesIn([] {
+                           std::vector<Backend> some;
+                           for (Backend& backend : backends())
+                             if (backend.label == "fabric_tcp") some.push_back(std::move(backend));
+                           return some;
+                         }()),
+                         [](const auto& info) { return info.param.label; });
 
 INSTANTIATE_TEST_SUITE_P(All, Strangers, ::testing::ValuesIn([] {
                            std::vector<Backend> some;

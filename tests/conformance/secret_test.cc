@@ -112,7 +112,7 @@ TEST_P(SecretTest, AHelloThatWasOverheardBeginsNothingAgain) {
   ASSERT_EQ(parse_head(hello)->type, MessageType::kHello);
   between.say(hello, real.rails[0]);
   call.join();
-  EXPECT_TRUE(wait_until(soon(), [&] { return b.engine->peers().size() == 1; }));
+  ASSERT_TRUE(wait_until(soon(), [&] { return b.engine->peers().size() == 1; }));
   ASSERT_TRUE(b.engine->disconnect(b.engine->peers()[0]).ok());
   ASSERT_TRUE(b.engine->peers().empty());
   between.say(hello, real.rails[0]);

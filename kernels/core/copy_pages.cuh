@@ -31,14 +31,15 @@ WEFT_KERNEL void copy_pages(const CopyPagesArgs& a, const MeshT&, const Shape&) 
   const Warp warp;
   const uint64_t units_per_page = (a.longest_bytes + kCopyUnitBytes - 1) / kCopyUnitBytes;
   const uint64_t warps = uint64_t{block.count()} * block.warps();
-  for (uint64_t unit = uint64_t{block.index()} * block.warps() + warp.index(); unit < units_per_page * a.count;
-       unit += warps) {
+  for (uint64_t unit = uint64_t{block.index()} * block.warps() + warp.index();
+       unit < units_per_page * a.count; unit += warps) {
     const PageCopy page = a.pages[unit / units_per_page];
     const uint64_t offset = unit % units_per_page * kCopyUnitBytes;
     if (offset >= page.bytes) continue;
     const uint64_t left = page.bytes - offset;
     copy_any(warp, reinterpret_cast<std::byte*>(page.dst) + offset,
-             reinterpret_cast<const std::byte*>(page.src) + offset, left < kCopyUnitBytes ? left : kCopyUnitBytes);
+             reinterpret_cast<const std::byte*>(page.src) + offset,
+             left < kCopyUnitBytes ? left : kCopyUnitBytes);
   }
 }
 

@@ -27,7 +27,8 @@ Status copy_pages(int device, void* stream, const PageCopy* list, uint32_t count
   Jit& jit = Jit::of({Device::Kind::kCuda, device});
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key()));
   const uint64_t units = (longest_bytes + kCopyUnitBytes - 1) / kCopyUnitBytes * count;
-  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>((units + kWarps - 1) / kWarps, 1, kMostBlocks));
+  const auto blocks =
+      static_cast<uint32_t>(std::clamp<uint64_t>((units + kWarps - 1) / kWarps, 1, kMostBlocks));
   const Launch how{.blocks = blocks, .threads_per_block = kThreads, .stream = stream};
   return jit.launch(*kernel, how, CopyPagesArgs{list, longest_bytes, count}, MappedMesh{}, CopyPagesShape{});
 }

@@ -18,8 +18,8 @@
 #include "providers/loopback/loopback.h"
 #include "support/fake_mlx5.h"
 #include "support/nic_model.h"
-#include "support/ranks.h"
 #include "support/places.h"
+#include "support/ranks.h"
 #include "transports/ibgda/mlx5_nic.h"
 #include "transports/list.h"
 
@@ -307,7 +307,9 @@ struct NvshmemFixture {
   static std::vector<RanksAre> kinds() { return {RanksAre::kProcesses}; }
 #endif
   static std::vector<int> ranks() { return {3}; }
-  static void set_up() { Settings::set({{"WEFT_NVSHMEM_LIBRARY", text("{}/libnvshmem_host.so.3", kStandInsDir).c_str()}}); }
+  static void set_up() {
+    Settings::set({{"WEFT_NVSHMEM_LIBRARY", text("{}/libnvshmem_host.so.3", kStandInsDir).c_str()}});
+  }
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 

@@ -490,8 +490,7 @@ TEST(NcclRmaLibrary, AForkedChildIsRefusedAndEndsByItself) {
       std::exit(is_refused ? 0 : 1);
     }
     int status = 0;
-    EXPECT_TRUE(
-        wait_until(Deadline::after_s(60), [&] { return waitpid(child, &status, WNOHANG) == child; }));
+    EXPECT_TRUE(wait_until(Deadline::after_s(60), [&] { return waitpid(child, &status, WNOHANG) == child; }));
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     EXPECT_EQ(rma.put(context, 0, 0, nullptr, 0, 0, nullptr, 0, &request), kNcclSuccess);
     EXPECT_EQ(rma.destroy_context(context), kNcclSuccess);

@@ -34,7 +34,6 @@ def test_every_way_is_measured_and_its_bytes_are_compared(tmp_path: Path) -> Non
     [
         (["--bytes", "17"], "bytes: got 17"),
         (["--ways", "pull"], "ways: got ['pull']"),
-        (["--device", "cpu", "--ranks", "1"], "ranks: got 1"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: list[str], message: str, tmp_path: Path) -> None:

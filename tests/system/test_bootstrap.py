@@ -655,13 +655,11 @@ def test_the_device_comes_from_a_tensor() -> None:
 
 
 def test_transports_are_chosen_when_the_communicator_is_made() -> None:
-    comms = on_threads(2, lambda rank: weft.Communicator(_threads[rank], transport="mapped"))
+    bootstraps = _core.thread_bootstraps(2)
+    comms = on_threads(2, lambda rank: weft.Communicator(bootstraps[rank], transport="mapped"))
     assert [comms[0].transport_to(1), comms[0].transport_to(0)] == ["mapped", None]
     with pytest.raises(Error, match="transport: got 'pigeons', allowed: auto, mapped"):
         weft.Communicator(SingleRank(), transport="pigeons")
-
-
-_threads = _core.thread_bootstraps(2)
 
 
 def test_bad_timeout_is_refused() -> None:

@@ -110,10 +110,8 @@ def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
         (["bench", "moe", "--delay", "soon"], "delay: got soon"),
         (["bench", "moe", "--sms", "7"], "sms: got 7"),
         (["bench", "moe", "--mode", "ll", "--sms", "8"], "sms: got 8"),
-        (["bench", "moe", "--iterations", "0"], "iterations: got 0"),
         (["bench", "moe", "--top-k", "9", "--experts", "8"], "top-k: got 9"),
         (["bench", "moe", "--dtype", "fp8", "--hidden", "200"], "hidden: got 200"),
-        (["demo", "--steps", "0"], "steps: got 0"),
         (["demo", "--out", "/proc/none"], "[Errno 2]"),
         # What the ranks find out; all of them say the same.
         (["bench", "moe", "--hidden", "60", "--tokens", "4", "--ranks", "2"], "x: got rows of 120 bytes"),

@@ -72,7 +72,7 @@ def found_in_pages(pattern: re.Pattern[str]) -> list[str]:
 def parse(words: list[str]) -> int:
     """Return the status with which ``weft`` would leave before it does anything; 0 where it would begin."""
     try:
-        cli.make_parser(words).parse_args(words[1:] if words[0] == "bench" else words)
+        cli.make_parser(words).parse_args(words)
     except SystemExit as end:
         return int(end.code or 0)
     return 0

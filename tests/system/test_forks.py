@@ -17,7 +17,7 @@ SECRET = {"WEFT_JOB_SECRET": "a secret of these tests"}
 def test_engines_outlive_children_of_every_kind(provider: str, tmp_path: Path) -> None:
     if provider.startswith("fabric:"):
         skip_unless_usable(provider.removeprefix("fabric:"))
-    ran = run_program([*PYTHON, str(HERE / "forked_engines.py"), provider], tmp_path)
+    ran = run_program([*PYTHON, str(HERE / "forked_engines.py"), provider], tmp_path, more=SECRET)
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stdout + ran.stderr
     assert ran.stderr == ""
 

@@ -135,7 +135,7 @@ def test_asynchronous_calls_keep_their_order_and_results() -> None:
 def _wrong(rank: Rank) -> list[str]:
     join(rank)
     said = []
-    bad = torch.full((3,), 1, dtype=torch.int32)
+    bad = torch.ones(3)
     for call in (
         lambda is_async: dist.all_reduce(bad, dist.ReduceOp.BAND, async_op=is_async),
         lambda is_async: dist.all_reduce(torch.ones(3 + rank.rank), async_op=is_async),
@@ -160,7 +160,8 @@ def test_errors_come_from_wait_with_the_words_of_a_synchronous_call() -> None:
         assert "BAND" in said[0] or "op: got" in said[0]
         assert said[1].split(" at ")[0] == said[0].split(" at ")[0]
         assert "called all_reduce of" in said[2]
-        assert said[3].split(",")[0] == said[2].split(",")[0]
+        # Ranks have diverged: the call after says so, and what it was itself.
+        assert "all_reduce of" in said[3] and "not made" in said[3]
 
 
 def _lost(rank: Rank) -> list[str]:

@@ -106,25 +106,28 @@ def test_without_a_command_the_help_is_printed(
 
 @pytest.mark.parametrize("given", ["0", "-2", "two"])
 @pytest.mark.parametrize(
-    ("command", "least"),
+    ("command", "option", "least"),
     [
-        (["bench", "collective"], 1),
-        (["bench", "moe"], 1),
-        (["bench", "floor"], 2),
-        (["tune"], 2),
-        (["demo"], 1),
-        (["compile", "allgather_ring"], 1),
-        (["show", "allgather_ring"], 1),
+        (["bench", "collective"], "--ranks", 1),
+        (["bench", "moe"], "--ranks", 1),
+        (["bench", "moe"], "--iterations", 1),
+        (["bench", "floor"], "--ranks", 2),
+        (["tune"], "--ranks", 2),
+        (["demo"], "--ranks", 1),
+        (["demo"], "--steps", 1),
+        (["compile", "allgather_ring"], "--ranks", 1),
+        (["compile", "allgather_ring"], "--instances", 1),
+        (["show", "allgather_ring"], "--ranks", 1),
     ],
 )
-def test_a_number_of_ranks_that_there_cannot_be_is_refused(
-    command: list[str], least: int, given: str, capsys: pytest.CaptureFixture[str]
+def test_a_number_that_there_cannot_be_is_refused(
+    command: list[str], option: str, least: int, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "--ranks", given])
+        cli.main([*command, option, given])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.endswith(f"argument --ranks: got {given}, allowed: a whole number, {least} or more\n")
+    assert f"{option}: got {given}, allowed: a whole number, {least} or more\n" in said
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def a_look(pid: int, rank: int, keys: list[int], calls: int = 3, command: str = 
         }
         for key in keys
     ]
-    return top.Look(pid, command, {"groups": groups, "operations": [], "peers": []}, now)
+    return top.Look(pid, 0, command, {"groups": groups, "operations": [], "peers": []}, now)
 
 
 def test_processes_that_call_together_are_a_job_directly_or_through_others() -> None:

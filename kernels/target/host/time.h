@@ -30,10 +30,11 @@ inline void pause_ns(uint32_t /*ns*/) {
 // after kFirstCheck. Both are near here.
 inline constexpr uint32_t kLooksPerCheck = 64, kFirstCheck = 0;
 
+namespace pausing {
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields
 // soon; and there may be more busy processes than cores, who would be given a whole time slice for every
 // yield, so it then sleeps: who sleeps is woken before those.
-inline void pause_once(uint32_t polls) {
+inline void once(uint32_t polls) {
   if (host_thread.help.once && host_thread.help.once(host_thread.help.what)) return;
   if (polls < 16) return;
   if (polls < 128) {
@@ -43,10 +44,12 @@ inline void pause_once(uint32_t polls) {
   const timespec nap{0, 20'000};
   nanosleep(&nap, nullptr);
 }
+}  // namespace pausing
+
 inline void pause(uint32_t polls) {
-  if (!host_thread.waited_ns || (polls < 16 && !host_thread.help.once)) return pause_once(polls);
+  if (!host_thread.waited_ns || (polls < 16 && !host_thread.help.once)) return pausing::once(polls);
   const uint64_t since_ns = now_ns();
-  pause_once(polls);
+  pausing::once(polls);
   *host_thread.waited_ns += now_ns() - since_ns;
 }
 // The same for a word in shared memory.

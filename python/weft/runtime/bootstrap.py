@@ -209,7 +209,6 @@ class Environment:
         if found is None:
             raise Error(f"group: no launcher has set rank and size (known: {', '.join(LAUNCHERS)})")
         _, self.rank, self.size = found
-        claim("group", Environment)  # of all objects of this class: this process is the rank
         self._number = Environment._made
         Environment._made += 1
         if self.size > 1:
@@ -227,6 +226,7 @@ class Environment:
     def _connect(self, timeout_s: float) -> Bootstrap:
         if self.size == 1:
             return SingleRank()
+        claim("group", Environment)  # of all objects of this class: this process is the rank
         if self._variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             secret = launcher_secret(self._variables)
             return TcpAddress(f"{self._host}:{self._port + 1}", self.rank, self.size, secret)

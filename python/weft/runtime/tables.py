@@ -109,13 +109,13 @@ class Table:
         """Return what print() prints on a console of so many columns: titles, tables, empty lines."""
         parts: list[Text | RichTable] = []
         common, groups, left_out = self._layout(width)
-        title = Text(self.title, "bold")  # a Text: brackets in what is printed are no markup
+        title = Text(printable(self.title), "bold")  # a Text: brackets in what is printed are no markup
         for group in groups:
             parts.append(title)
             if common:
                 parts.append(Text(f"  all: {self._line(common)}"))
             parts += [self._table(group), Text()]
-            title, common = Text(f"{self.title}, continued", "bold"), []
+            title, common = Text(f"{printable(self.title)}, continued", "bold"), []
         if left_out:
             heads = ", ".join(self.columns[index].head for index in left_out)
             parts[-1:] = [Text(f"  with --wide or --json also: {heads}"), Text()]

@@ -86,7 +86,9 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> Any:
     from weft.collectives.torch_backend import WeftGroup
     from weft.runtime.forks import claim
 
-    if distributed.is_initialized():  # a child that was forked would answer in the store of its parent's groups
+    if (
+        distributed.is_initialized()
+    ):  # a child that was forked would answer in the store of its parent's groups
         claim("group", distributed.group.WORLD)
     return WeftGroup(store, rank, size, timeout)
 

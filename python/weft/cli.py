@@ -102,10 +102,11 @@ def complete() -> None:
     """Tell a shell, by argcomplete, what may come next on its line, and end the process (docs/install.md)."""
     try:
         import argcomplete
+        from argcomplete.lexers import split_line
     except ModuleNotFoundError:
         sys.exit(1)
     line = os.environ.get("COMP_LINE", "")
-    words = argcomplete.split_line(line, int(os.environ.get("COMP_POINT", len(line))))[3]
+    words = split_line(line, int(os.environ.get("COMP_POINT", len(line))))[3]
     argcomplete.autocomplete(make_parser(words[1:]))
 
 

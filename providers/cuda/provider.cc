@@ -19,8 +19,7 @@ Caps caps_of_rails() {
   Caps caps;
   caps.device_memory = true;
   caps.same_host = true;
-  caps.source =
-      Source::kAddress;  // its board, and lanes, open for processes of one user that know their keys
+  caps.source = Source::kRoute;  // a lane is of the process that holds it
   caps.message_bytes_max = cuda::kMessageBytes;
   caps.tx_depth = cuda::kRequests;
   return caps;

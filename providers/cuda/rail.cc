@@ -414,15 +414,26 @@ void CudaRail::take_hellos() {
     auto in = std::make_shared<In>();
     auto peer = memory_of(from);
     auto shared = SharedMemory::open(lane, sizeof(Lane));
-    if (!peer.ok() || !shared.ok()) {
-      log_info("cuda: a hello of pid {} leads nowhere: {}", from.memory.pid,
-               (peer.ok() ? shared.status() : peer.status()).message());
+    const bool is_its_own =
+        lane.pid == from.board.pid && from.board.pid == static_cast<uint32_t>(from.memory.pid);
+    if (!is_its_own || !peer.ok() || !shared.ok()) {
+      log_info(
+          "cuda: a hello of pid {} leads nowhere: {}", from.memory.pid,
+          !is_its_own ? "it names another process" : (peer.ok() ? shared.status() : peer.status()).message());
       continue;
     }
     in->peer = std::move(*peer);
     in->shared = std::move(*shared);
     ins_.push_back(std::move(in));
   }
+}
+
+// The route to the rail that a lane is of, if the engine has one.
+Route CudaRail::route_to(const In& in) const {
+  const uint64_t board = in.peer->contact().board.key;
+  for (auto at = outs_.rbegin(); at != outs_.rend(); ++at)
+    if (at->second->peer->contact().board.key == board) return at->first;
+  return kNoRoute;
 }
 
 void CudaRail::take_words(In& in) {
@@ -436,6 +447,7 @@ void CudaRail::take_words(In& in) {
       Event event;
       event.kind = EventKind::kImm;
       event.imm = static_cast<uint32_t>(word);
+      event.from = route_to(in);
       events_.push_back(std::move(event));
     }
   }
@@ -537,6 +549,7 @@ void CudaRail::take_passed() {
         if (!ended.has_imm) continue;
         event.kind = EventKind::kImm;
         event.imm = ended.imm;
+        event.from = route_to(*ended.served);
       } else {
         --in_flight_;
         event.context = ended.context;

@@ -113,6 +113,7 @@ class CudaRail : public Rail {
   Result<std::shared_ptr<PeerMemory>> memory_of(const Contact& contact);
 
   void take_hellos();
+  Route route_to(const In& in) const;
   void take_words(In& in);
   void take_messages(In& in);
   void take_requests(const std::shared_ptr<In>& in);

@@ -134,7 +134,10 @@ def test_a_number_that_there_cannot_be_is_refused(
     ("line", "expected"),
     [
         ("weft s", ["show", "synthesise"]),
-        ("weft bench ", ["--help", "-h", "channel", "collective", "floor", "moe", "transfer"]),
+        (
+            "weft bench ",
+            ["--help", "-h", "channel", "collective", "floor", "moe", "transfer", "transfer-gpu"],
+        ),
         ("weft bench moe --mode ", ["ht", "ll", "p2p"]),
         ("weft show --mach", ["--machine "]),
     ],

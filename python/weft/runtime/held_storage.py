@@ -75,10 +75,10 @@ def _watch_torch() -> None:
         return torchs_resize(self, size)
 
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign, assignment]
-    torch.Tensor.resize_as_ = _asking_first(  # type: ignore[method-assign, assignment]
+    torch.Tensor.resize_as_ = _asking_first(  # type: ignore[method-assign]
         torch.Tensor.resize_as_, lambda like, *_: like.shape
     )
-    torch.Tensor.resize_ = _asking_first(  # type: ignore[method-assign, assignment]
+    torch.Tensor.resize_ = _asking_first(  # type: ignore[method-assign]
         torch.Tensor.resize_, lambda *sizes: sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
     )
 

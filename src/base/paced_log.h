@@ -2,13 +2,11 @@
 //
 // A log for what strangers can cause as often as they like: one line a second, which says how often it has happened.
 //   refusals_.warn("transfer: drops a message: {}", why);   // "... (1204 times so far)"
-// Threads: one at a time.
+// Threads: any.
 #pragma once
 
-#include <chrono>
-#include <cstdint>
-
 #include "base/log.h"
+#include "base/strangers.h"
 
 namespace weft {
 
@@ -16,17 +14,12 @@ class PacedLog {
  public:
   template <class... Args>
   void warn(std::string_view pattern, const Args&... args) {
-    ++count_;
-    const auto now = std::chrono::steady_clock::now();
-    if (count_ > 1 && now - said_ < std::chrono::seconds(1)) return;
-    said_ = now;
-    log_warn("{} ({} times so far)", text(pattern, args...), count_);
+    if (const uint64_t times = limiter_.count())
+      log_warn("{} ({} times so far)", text(pattern, args...), times);
   }
-  uint64_t count() const { return count_; }
 
  private:
-  uint64_t count_ = 0;
-  std::chrono::steady_clock::time_point said_{};
+  LogLimiter limiter_;
 };
 
 }  // namespace weft

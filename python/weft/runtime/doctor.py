@@ -242,6 +242,7 @@ NETWORKS = {
     "fabric:tcp": "TCP",
     "fabric:shm": "shared memory of one host",
     "verbs": "InfiniBand and RoCE",
+    "cuda": "NVLink or PCIe, between GPUs of one host",
     "loopback": "the memory of one process, for tests",
 }
 

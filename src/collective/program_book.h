@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A ProgramBook holds verified programs, and which of them serves what, for callers without Python. Python
-// compiles it (weft.collectives.book); docs/decisions/0007-program-book.md says why.
+// compiles it (weft.collectives.book); docs/decisions/0007-python-compiles-a-program-book.md says why.
 //   WEFT_TRY_ASSIGN(ProgramBook book, ProgramBook::read(path, comm->size(), BookMachine::kNvlink));
 //   const BookChoice* choice = book.choose(BookCollective::kAllReduce, bytes);
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(book.text(choice->program, rank, root)));

@@ -22,7 +22,7 @@ struct RingOptions {
   bool has_ports = false;     // messages to some peers start in an outbox
 };
 
-// Units of a block's staging area for one sender (docs/decisions/0077-larger-stages-for-few-ranks.md).
+// Units of a block's staging area for one sender (docs/decisions/0077-stages-take-64-mib-per-rank.md).
 uint32_t exchange_stage_units(uint32_t ranks, bool is_cuda);
 
 // Rings and counters, from offset 0 of every window.

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     report = Report("weft bench transfer-gpu", columns, wide=args.wide, names_rows=columns[:1])
     for row in rows:
         report.add(row)
-    report.note(f"write: {WINDOW} under way, us of one; driver: as many copies back to back in one process")
+    report.note(
+        f"write: one of {WINDOW} writes in flight, us; driver: one of {WINDOW} copies in a row, in one process"
+    )
     report.finish(args.json, args.plot)
     return 0
 

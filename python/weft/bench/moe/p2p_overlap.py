@@ -155,16 +155,18 @@ class Overlap:
 def notes() -> list[Note]:
     """Return what the report says of the columns."""
     return [
-        Note("beside: a matrix product between send and receive"),
-        Note("sms: of the phases, which cuBLAS leaves alone, 0: all SMs, on the product's stream", ("sms",)),
-        Note("alone us: without a product", ("alone us",)),
+        Note("beside: a matrix product runs between send and receive"),
         Note(
-            "product us, product few us: the product alone, with all SMs and without those of the phases",
+            "sms: SMs that the phases use and cuBLAS does not; 0: all SMs, on the product's stream", ("sms",)
+        ),
+        Note("alone us: send and receive without a product", ("alone us",)),
+        Note(
+            "product us: the product alone, on all SMs; product few us: without the SMs of the phases",
             ("product us", "product few us"),
         ),
-        Note("exposed us: what the pair adds to product us", ("exposed us",)),
+        Note("exposed us: time of the pair with its product, less product us", ("exposed us",)),
         Note(
-            "hidden share: 1 - exposed / what the pair takes by itself with all SMs, less an empty graph, by medians",
+            "hidden share: 1 - exposed us / (alone us on all SMs - an empty graph), of medians",
             ("hidden share",),
         ),
     ]

@@ -33,7 +33,7 @@ namespace weft {
 // out.
 enum class Reach { kMapped, kPort };
 
-// Which earlier writes are visible to whoever sees a later one, without a signal in between.
+// Which earlier writes are visible to a reader that sees a later one, without a signal in between.
 enum class Ordering {
   kNone,     // any order
   kSignals,  // a signal comes after every earlier put on its channel; puts among themselves in any order
@@ -64,7 +64,7 @@ struct WindowView {
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
   Device place = {};                  // whose memory `local` is: the rank's device, or the host
-  // What `local` lives as long as: for a link that peers may reach it through after the window is gone.
+  // Keeps `local` alive, for a link through which peers may reach it after the window is gone.
   std::shared_ptr<const void> memory = {};
 };
 
@@ -76,7 +76,7 @@ struct DeviceUnit {
   std::vector<std::string> options;
 };
 
-// What kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
+// The sources that kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
 struct DeviceSources {
   std::vector<std::pair<std::string, std::string>> headers;  // (name as #include spells it, text)
   std::vector<std::string> options;                          // of the compiler
@@ -88,7 +88,7 @@ struct DeviceSources {
   Status (*on_load)(void* module) = nullptr;
 };
 
-// What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.
+// The mesh that kernels get to reach peers: a value of the device type `type`, which transports/list.h names.
 struct MeshPart {
   std::string type;
   std::vector<std::byte> value;

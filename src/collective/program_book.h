@@ -67,7 +67,7 @@ class ProgramBook {
   const BookChoice* choose(BookCollective collective, uint64_t num_bytes) const;
   const BookProgram& program(uint32_t number) const { return programs_[number]; }
   const std::vector<BookChoice>& choices() const { return choices_; }
-  // What `rank` runs when the root is `root`.
+  // The program of `rank` for calls whose root is `root`.
   ProgramText text(uint32_t program, uint32_t rank, uint32_t root) const;
 
   // The most channels that a program uses: exchange programs, and the others.

@@ -71,7 +71,8 @@ struct ExchangePlan {
   uint32_t pipe_warps;
   GridPlan grid;
 };
-// How many blocks share an exchange, and how. From what all ranks know alike: their blocks meet by number.
+// How many blocks share an exchange, and how. Computed only from values that are the same on all ranks, because blocks
+// of the same number meet.
 ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layout, uint32_t num_sms,
                            const ComputeLimits& limits);
 

@@ -219,7 +219,7 @@ def _driver_us(side: Side, src: str, dst: str, call: str, nbytes: int) -> float:
 
 
 def _check(side: Side, src: str, dst: str, call: str, nbytes: int) -> None:
-    """Compare what arrived on rank 1 with what rank 0 has."""
+    """Compare the bytes that arrived on rank 1 with those of rank 0."""
     import torch
 
     digest = None

@@ -70,7 +70,7 @@ def usable_nics(argument: str, provider: str, core_provider: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What a ``LoopbackNetwork`` does to packets; all but ``seed`` and ``dies_after`` are chances, 0 to 1.
+    """The faults of a ``LoopbackNetwork``; all but ``seed`` and ``dies_after`` are chances, 0 to 1.
 
     Args:
         seed: the same seed and calls give the same faults.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a split exchange matrix products hide that run between its send and its receive.
+"""How much of a split exchange is hidden by matrix products between its send and its receive.
 
-Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
-run on few, beside the product; on GPUs as graphs. cuBLAS is told to leave those SMs alone: else a product that spreads
-its work over all of them ends as late as the SM that came last. exposed_us is what a pair adds to the product of all
-SMs. hidden_share is what it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where
-the product takes no longer than without it.
+Each pair of phases is measured with a product between them: with phases on all SMs, and with phases on few SMs beside
+the product; on GPUs as graphs. cuBLAS is told to leave those SMs alone: else a product that spreads its work over all
+SMs ends as late as the last of them. exposed_us is the time of the pair with the product, less that of the product on
+all SMs. hidden_share is 1 - exposed_us / (the pair alone on all SMs, less an empty graph): 1 where the product takes no
+longer than without the pair.
 """
 
 from __future__ import annotations

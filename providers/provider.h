@@ -201,7 +201,7 @@ class Rail {
 struct RailOptions {
   uint32_t tx_depth = 0;  // 0: what the provider likes
   uint32_t rail_id = 0;   // this rail's number in its engine
-  std::string secret;     // for connections of the provider's own: their maker proves that it knows the secret
+  std::string secret;  // for connections of the provider's own: their maker proves that it knows the secret
 };
 
 class Provider {

@@ -40,9 +40,8 @@ struct LowLatencySizes {
 };
 
 struct LowLatencyPlan {
-  uint64_t
-      word_bytes;  // of each half of the region, without lines; with ports, as much again for the outbox
-  bool lines;      // whether some rank's tokens may travel as lines
+  uint64_t word_bytes;  // of each half of the region, without lines; with ports, as much again for the outbox
+  bool lines;           // whether some rank's tokens may travel as lines
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs several tests at once: pytest --workers 3, which is what tools/run-tests asks for on two cores.
 
-Many tests wait: for a deadline, for a peer that has died, for a program to start. Others run meanwhile.
-The process that has collected the tests forks a worker for each file of them, as fixtures belong to a file. So torch is
-imported once, nothing is collected twice, and no file finds what another has left: torch's gradients fail in ranks
-that are forked from a process that has used torch's threads. A worker hands each report to the first process, which
-counts and prints. Marks say what else is so:
+Many tests wait: for a deadline, for a dead peer, for a program to start. Other tests run meanwhile. One process
+collects all tests and imports torch. It forks a worker for each test file, because fixtures belong to a file. So tests
+are collected once, torch is imported once, and a file starts with a process that no other file has used: torch's
+gradients fail in ranks that are forked from a process that has used torch's threads. Workers send their reports to the
+first process, which counts and prints. Marks:
     pytest.mark.group(NAME)   tests of a file with one name have a worker of their own
     pytest.mark.alone         tests look at the whole machine: they run at the end, with no others beside them
-A test that ends its worker has failed; another worker goes on behind it.
+A test that ends its worker has failed; a new worker runs the rest of the file.
 """
 
 from __future__ import annotations

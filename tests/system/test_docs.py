@@ -20,6 +20,7 @@ FOLDERS += ["transports"]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "bench/results").glob("*.md")),
     *(ROOT / folder / "README.md" for folder in FOLDERS if folder != "docs"),
 ]
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -126,7 +127,9 @@ def test_every_decision_is_listed() -> None:
     listed = re.findall(r"^\* \[(\d+)\. .*\]\((0.*\.md)\)$", (folder / "README.md").read_text(), re.MULTILINE)
     assert [name for _, name in listed] == sorted(path.name for path in folder.glob("0*.md"))
     for number, name in listed:
-        assert (folder / name).read_text().startswith(f"# {number}. "), name
+        text = (folder / name).read_text()
+        assert text.startswith(f"# {number}. "), name
+        assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 200, name
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:

@@ -62,7 +62,7 @@ class RankError(Error):
 
 @dataclass
 class Rank:
-    """What a function that runs on every rank is given.
+    """The argument of a function that runs on every rank.
 
     rank, size: this process among all of the run.
     group: a gloo process group of all ranks, also torch's default group; None when run without one.
@@ -78,7 +78,8 @@ class Rank:
     meetings: int = 0
 
     def meet(self, deadline_s: float = 60.0) -> None:
-        """Return when every rank of the run has come here. Who has returned may end at once: no rank needs it then.
+        """Return when every rank of the run has come here. A rank that has returned may end at once: no other rank
+        needs it then.
 
         Any other call that ranks make together may still need a rank that has returned from it.
         Raises: TimeoutError that names the ranks that did not come.

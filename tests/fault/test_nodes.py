@@ -131,7 +131,7 @@ def test_ranks_that_leave_one_after_the_other_are_not_missed(first: int) -> None
 
 
 def stop_one(rank: Rank) -> float:
-    comm = weft.Communicator(rank.group, timeout_s=3)
+    comm = weft.Communicator(rank.group, timeout_s=6)
     comm.barrier()
     pid = pid_of(rank, LOST)
     rank.meet()
@@ -147,11 +147,11 @@ def stop_one(rank: Rank) -> float:
 
 def test_a_stopped_rank_of_another_node_keeps_the_deadline() -> None:
     results = run_ranks(RANKS, stop_one, lost={LOST}, deadline_s=90, with_gpus=False)
-    assert all(results[rank] >= 2.9 for rank in (2, 3))
+    assert all(results[rank] >= 5.9 for rank in (2, 3))
 
 
 def wait_in_vain(rank: Rank, pid: int) -> str:
-    comm = weft.Communicator(rank.group, timeout_s=1)
+    comm = weft.Communicator(rank.group, timeout_s=5)
     comm.barrier()
     rank.meet()
     if rank.rank == 0:

@@ -5,8 +5,8 @@
 A program runs with the same arguments, environment, folder, open files and exit status as with the tests' interpreter.
 A signal goes on to the program, and a program whose starter is killed is killed, too. But the program has a process, a
 session and a parent of its own: tests that look at those start sys.executable.
-This process becomes the tests' interpreter where a fork would not do: for options other than -u, in another namespace,
-of another user, with other libraries, with more open files.
+This process becomes the tests' interpreter where a fork would not do: for options other than -u, in another namespace
+of processes, of another user, with other libraries, with more open files.
 """
 
 import json
@@ -45,7 +45,8 @@ FORWARDED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-NAMESPACES = ("net", "pid", "mnt", "user", "ipc", "uts")
+NAMESPACES = ("pid", "user", "ipc", "uts")
+JOINED = ("net", "mnt")  # namespaces that a fork enters: those of `ip netns exec`
 
 
 def surroundings() -> list[Any]:
@@ -111,7 +112,8 @@ def main() -> None:
         answers = zygote.makefile("r")
         if json.loads(answers.readline()) == surroundings():
             text = json.dumps(request).encode() + b"\n"
-            sent = socket.send_fds(zygote, [text], [0, 1, 2])
+            spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in JOINED]
+            sent = socket.send_fds(zygote, [text], [0, 1, 2, *spaces])
             zygote.sendall(text[sent:])
             follow(int(answers.readline()), answers)
         os.umask(request["umask"])

@@ -114,7 +114,7 @@ def take(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, A
     client.settimeout(60)
     try:
         client.sendall(json.dumps(quick_python.surroundings()).encode() + b"\n")
-        text, files, _, _ = socket.recv_fds(client, 1 << 16, 3)
+        text, files, _, _ = socket.recv_fds(client, 1 << 16, 3 + len(quick_python.JOINED))
         while text and not text.endswith(b"\n"):
             more = client.recv(1 << 16)
             text = text + more if more else b""
@@ -145,8 +145,11 @@ def become(request: dict[str, Any], path: list[str]) -> None:
     """Make this process what its client would have been. ``path``: the interpreter's own part of sys.path."""
     os.setsid()
     end_with_parent()
+    for name, space in zip(quick_python.JOINED, request["files"][3:], strict=True):
+        enter(name, space)
     for number, file in enumerate(request["files"]):
-        os.dup2(file, number)
+        if number < 3:
+            os.dup2(file, number)
         os.close(file)
     os.umask(request["umask"])
     os.chdir(request["folder"])
@@ -168,6 +171,15 @@ def become(request: dict[str, Any], path: list[str]) -> None:
         torch, "_import_device_backends"
     ):
         torch._import_device_backends()
+
+
+def enter(name: str, space: int) -> None:
+    """Go to a namespace, where this process is in another one."""
+    if not os.path.sameopenfile(space, own := os.open(f"/proc/self/ns/{name}", os.O_RDONLY)):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(space, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    os.close(own)
 
 
 def open_again(name: str, number: int, mode: str, **options: Any) -> None:

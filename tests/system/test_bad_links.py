@@ -109,7 +109,7 @@ def test_every_call_is_right_over_bad_links(
     program.write_text(EVERY_CALL.replace("300_001", "70_001"))
     monkeypatch.setattr("test_machines.QUIET", {**_quiet(), **PATIENT})
     with Machines(count, BAD) as made:
-        printed = _printed(_start(made, ranks, program), timeout_s=150)
+        printed = _printed(_start(made, ranks, program))
     for rank in range(count * ranks):
         assert f"right {rank}" in printed[rank], printed
     lost = [report.lost for report in made.link_reports]

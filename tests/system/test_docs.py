@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from programs import run_program, torchrun
+from programs import PYTHON, run_program, torchrun
 
 from weft import cli, transfer
 
@@ -49,7 +49,7 @@ def test_python_blocks_run(text: str, tmp_path: Path) -> None:
     if "init_process_group" not in text:
         if '"fabric:shm"' in text and not any(nic.is_usable for nic in transfer.nics("fabric:shm")):
             pytest.skip("libfabric's shm provider is not usable here: apt install libfabric1")
-        ran = run_program([sys.executable, "program.py"], tmp_path)
+        ran = run_program([*PYTHON, "program.py"], tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         return
     ranks = int((re.findall(r"# torchrun --nproc-per-node (\d)", text) or ["3"])[0])

@@ -176,9 +176,16 @@ class RankPool:
         self._start(first)
 
     def _start(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
-        context = multiprocessing.get_context("fork")
         self._owned = OwnedFolder("weft-ranks-")
         self._folder = self._owned.path
+        try:
+            self._fork(first)
+        except BaseException:  # a signal that ends the command, too
+            self.close(grace_s=0)
+            raise
+
+    def _fork(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        context = multiprocessing.get_context("fork")
         secret = secrets.token_hex(32)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -191,8 +198,8 @@ class RankPool:
             )
             with signals_held():
                 process.start()
+                self._processes.append(process)
             theirs.close()
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
         """Run a picklable ``function(rank, *args)`` on every rank; return its results in rank order."""

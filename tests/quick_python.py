@@ -18,6 +18,7 @@ from typing import Any
 
 # What an interpreter or a library reads when it is loaded, but for what zygote.py sees to, or what is read later.
 READ_EARLY = (
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "MPL"),
     "LD_",
     "PYTHON",
     "PYTORCH_",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of tests without their import of torch, 3 s of CPU each: forks of one process that has it.
+"""Programs of tests without the imports of torch, 3 to 9 s of CPU each: forks of one process that has made them.
 
     with zygote.started(cpu_s):     # conftest.py, around all tests that start programs
         subprocess.run([quick_python.py, "-m", "weft", "info"])
@@ -232,8 +232,11 @@ if __name__ == "__main__":
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own_path = [entry for entry in sys.path[1:] if entry not in given]  # the first is this file's folder
     import torch
+    import torch._dynamo  # which every optimizer imports, for 5 s
     import torch.distributed
 
+    with contextlib.suppress(ModuleNotFoundError):
+        import matplotlib.pyplot  # noqa: F401 - which draws what most commands measure
     gc.collect()
     gc.freeze()
     asked = serve(socket.socket(fileno=int(sys.argv[1])))

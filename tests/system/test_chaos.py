@@ -175,7 +175,7 @@ def test_a_hang_is_noticed_with_every_stack(tmp_path: Path, monkeypatch: pytest.
 
         time.sleep(60)
 
-    monkeypatch.setattr("weft.chaos.rounds.DEADLINE_S", 3.0)
+    monkeypatch.setattr("weft.chaos.rounds.DEADLINE_S", 15.0)  # by then ranks do hang
     monkeypatch.setitem(OPERATIONS, "barrier", type(OPERATIONS["barrier"])("barrier", PORTS, 1, hang))
     (problem,) = one_round("mapped", Fault("none", 0, 0), ["barrier"], 2, tmp_path).problems
     assert problem.kind == HANG

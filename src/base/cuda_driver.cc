@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "base/log.h"
+#include "base/owner_process.h"
 
 namespace weft {
 namespace {
@@ -75,8 +76,14 @@ Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
 }  // namespace
 
 Result<const CudaDriver*> cuda_driver() {
+  static const OwnerProcess owner;
   static const Result<CudaDriver> once = open_driver();
   if (!once.ok()) return once.status();
+  if (!owner.is_this())
+    return Status::make(Code::kUnsupported,
+                        "no CUDA: process {} opened the driver before it forked this one, allowed: a process "
+                        "that was spawned, or forked before",
+                        owner.pid());
   return &*once;
 }
 

@@ -271,8 +271,8 @@ struct CudaDriver {
 };
 
 // The initialised driver. kUnsupported, with the reason, where there is no library, no device or too old a
-// driver; the answer never changes within a process. A process that forks afterwards must not use CUDA in the
-// child.
+// driver; the answer never changes within a process. A child that was forked after the first call gets
+// kUnsupported: the driver does not work there.
 Result<const CudaDriver*> cuda_driver();
 
 // kSystem with what was being done and the driver's own name and text for `result`.

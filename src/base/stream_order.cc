@@ -15,8 +15,9 @@ constexpr void* kDefaultStream = nullptr;
 }  // namespace
 
 StreamMark::~StreamMark() {
+  if (!event_) return;  // on the CPU, too: no driver is opened for it
   const Result<const CudaDriver*> driver = cuda_driver();
-  if (event_ && driver.ok()) (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
+  if (driver.ok()) (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
 }
 
 Status StreamMark::note(void* stream) {

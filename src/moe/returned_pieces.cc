@@ -7,6 +7,7 @@
 namespace weft {
 
 ReturnedPieces::~ReturnedPieces() {
+  if (device_.is_host()) return;
   const Result<const CudaDriver*> driver = cuda_driver();
   if (!driver.ok()) return;
   for (const Piece& piece : pieces_) spare_events_.push_back(piece.event);

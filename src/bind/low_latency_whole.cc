@@ -6,13 +6,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "base/stream_order.h"
 #include "bind/bind.h"
+#include "bind/collected.h"
 #include "bind/low_latency_calls.h"
 #include "bind/signature.h"
 #include "bind/tensor_maker.h"
@@ -111,28 +114,6 @@ class ReceiveHook {
   Left left_;
 };
 
-// For Python's collector: the objects that one of a bound class holds.
-template <class T, nb::object T::*... held>
-struct Collected {
-  static int traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    if (!nb::inst_ready(self)) return 0;
-    const T& of = *nb::inst_ptr<T>(self);
-    int stopped = 0;
-    (void)((stopped = (of.*held).is_valid() ? visit((of.*held).ptr(), arg) : 0, stopped != 0) || ...);
-    return stopped;
-  }
-  static int clear(PyObject* self) {
-    T& of = *nb::inst_ptr<T>(self);
-    if constexpr (requires { of.forget(); }) of.forget();
-    ((of.*held = nb::none()), ...);
-    return 0;
-  }
-  static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
-                                       {Py_tp_clear, reinterpret_cast<void*>(&clear)},
-                                       {0, nullptr}};
-};
-
 // What calls of one device have in common, and the classes of what they return.
 class LowLatencySetting {
  public:
@@ -166,14 +147,8 @@ class LowLatencySetting {
     if (PyList_SetSlice(unused, last, last + 1, nullptr) != 0) throw nb::python_error();
     return taken;
   }
-  template <class... Entry>
-  nb::object handle(const nb::object& state, const Entry&... entries) const {
-    const nb::object handle = bare(handle_type_, sizeof...(entries));
-    Py_ssize_t place = 0;
-    ((void)PyTuple_SetItem(handle.ptr(), place++, nb::object(entries).release().ptr()), ...);
-    static const nb::object name = made(PyUnicode_InternFromString("state"));
-    if (PyObject_SetAttr(handle.ptr(), name.ptr(), state.ptr()) != 0) throw nb::python_error();
-    return handle;
+  nb::object handle(const nb::object& state, std::span<const nb::handle> entries) const {
+    return handle_of(handle_type_, state, entries);
   }
 
  private:
@@ -294,10 +269,9 @@ class WholeDispatch : Whole<DispatchCalls> {
     Arguments arguments(std::move(tensors), std::move(options));
     arguments.read_addresses();
     nb::object out[8];
-    if (filled.is_none())
-      outputs_.make(out);
-    else
-      outputs_.take(filled, out);
+    if (filled.is_none()) outputs_.make(out);
+    for (Py_ssize_t i = 0; !filled.is_none() && i < 8; ++i)
+      out[i] = made(PySequence_GetItem(filled.ptr(), i));
     return run(arguments, x_scales, out);
   }
   nb::tuple call_known(const Arguments& given) const {
@@ -323,19 +297,20 @@ class WholeDispatch : Whole<DispatchCalls> {
                             weights, sources);
     };
     const Started started = start(given, memory, tensors, state);
-    const nb::object handle =
-        setting().handle(state, src_info, layout_range, nb::object(entries_[0]), nb::object(entries_[1]),
-                         nb::object(entries_[2]), routes, nb::object(entries_[3]), status);
+    const std::array<nb::handle, 8> entries{src_info, layout_range, entry(0), entry(1),
+                                            entry(2), routes,       entry(3), status};
+    const nb::object handle = setting().handle(state, entries);
     const nb::object payload = as_seen(rows, scales);
     if (given[2].is_none()) return nb::make_tuple(payload, counts, handle, started.event, started.hook);
     return nb::make_tuple(payload, counts, weights, sources, handle, started.event, started.hook);
   }
+  nb::handle entry(Py_ssize_t place) const { return PyTuple_GetItem(entries_.ptr(), place); }
   nb::object as_seen(const nb::object& rows, const nb::object& scales) const {
     if (scales.is_none()) return rows;
     return seen_.is_none() ? nb::make_tuple(rows, scales) : seen_(rows, scales);
   }
 
-  Outputs<8> outputs_;
+  Outputs outputs_;
   nb::object form_, key_;
   nb::tuple entries_;  // of a handle: M, hidden, E and the facts
   nb::object seen_;
@@ -377,7 +352,7 @@ class WholeCombine : Whole<CombineCalls> {
     return nb::make_tuple(combined, started.event, started.hook);
   }
 
-  Outputs<1> outputs_;
+  Outputs outputs_;
 };
 
 // plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to

@@ -174,6 +174,15 @@ nb::object bare(const nb::object& type, Py_ssize_t items) {
   return made(reinterpret_cast<allocfunc>(PyType_GetSlot(of, Py_tp_alloc))(of, items));
 }
 
+nb::object handle_of(const nb::object& type, const nb::object& state, std::span<const nb::handle> entries) {
+  static PyObject* const name = PyUnicode_InternFromString("state");
+  const nb::object handle = bare(type, static_cast<Py_ssize_t>(entries.size()));
+  Py_ssize_t place = 0;
+  for (nb::handle entry : entries) PyTuple_SetItem(handle.ptr(), place++, nb::borrow(entry).release().ptr());
+  if (PyObject_SetAttr(handle.ptr(), name, state.ptr()) != 0) throw nb::python_error();
+  return handle;
+}
+
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
   module.def("addresses", [](nb::args values) { return addresses_of(values); });

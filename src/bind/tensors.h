@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <span>
+
 namespace nanobind::dlpack {
 struct dltensor;
 }
@@ -44,6 +46,9 @@ nanobind::object made(PyObject* object);
 
 // An object of a class of Python whose constructor is not called: of a tuple, with room for so many items.
 nanobind::object bare(const nanobind::object& type, Py_ssize_t items);
+// A handle: a tuple of the type, with these entries and the attribute `state`.
+nanobind::object handle_of(const nanobind::object& type, const nanobind::object& state,
+                           std::span<const nanobind::handle> entries);
 
 }  // namespace weft
 

@@ -26,15 +26,14 @@ from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import LARGE_BYTES, HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
-from weft.moe.window_pieces import CudaStreams, HostPieces, WindowPieces, watch_torch
+from weft.moe.window_pieces import CudaStreams, WindowPieces, watch_torch
 from weft.runtime.allocation import (
     PART_BYTES,
-    OutputMaker,
     TensorForm,
-    new_on_cuda,
+    allocator_on,
     not_a_view,
     strides_in_order,
-    tensor_form,
+    tensor_maker,
 )
 from weft.runtime.streams import current_stream
 
@@ -70,13 +69,9 @@ _EXCHANGED_TYPES |= {
 _from_capsule: Any = torch._C._from_dlpack
 
 
-def _new_on_cuda(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return new_on_cuda(tensor_form(shape, dtype), device)
-
-
 def _retyped(words: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on a GPU of a type that DLPack lacks, in the memory of another one. It is no view of that."""
-    part = new_on_cuda(tensor_form((0,), dtype), words.device)
+    part = torch.empty(0, dtype=dtype, device=words.device)
     return part.set_(words.untyped_storage(), 0, shape, strides_in_order(shape))
 
 
@@ -139,7 +134,7 @@ class DeviceContext(RuntimeFacts):
         # Whether the communication stream may have got work that no barrier was ordered after yet.
         self.is_comm_in_use = False
         watch_torch()
-        self._pieces: WindowPieces | HostPieces = (
+        self._pieces: _core.Pieces = (
             WindowPieces(
                 self.core.give_back,
                 self.comm_stream,
@@ -148,21 +143,25 @@ class DeviceContext(RuntimeFacts):
                 self.core.follow,
             )
             if self.is_cuda
-            else HostPieces(self.core.give_back)
+            else _core.Pieces(self.core.give_back, None, None)
         )
-        self._host_memory = HostMemory()
-        # How dispatches make tensors of what they received. It keeps the core, not this.
-        self.receiving = _core.Receiving(
+        self.allocator = allocator_on(device, None if self.is_cuda else HostMemory().strided)
+        # What plans of high-throughput calls go by. It keeps the core, not this.
+        self.high_throughput = _core.HighThroughput(
             buffer=self.core,
             device=device,
             pieces=self._pieces,
+            allocator=self.allocator,
+            host_allocator=allocator_on(torch.device("cpu")),
             from_capsule=_from_capsule,
-            empty=functools.partial(_new_on_cuda, device) if self.is_cuda else self._host_memory.empty,
             retyped=_retyped,
             exchanged=_EXCHANGED_TYPES,
             int32=torch.int32,
+            int64=torch.int64,
             with_global_scale=_with_global_scale,
             large_bytes=LARGE_BYTES,
+            group_key=self.group_key,
+            islands=self.islands,
         )
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -247,7 +246,7 @@ class DeviceContext(RuntimeFacts):
         wait: also those that recorded streams still use.
         Returns whether there were any.
         """
-        if isinstance(self._pieces, HostPieces) or self.is_capturing:
+        if not isinstance(self._pieces, WindowPieces) or self.is_capturing:
             return False
         self.core.reclaim(self.stream)
         return self._pieces.reclaim(wait)
@@ -381,30 +380,18 @@ class DeviceContext(RuntimeFacts):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""
-        if not self.is_cuda:
-            return self._host_memory.empty(shape, dtype)
-        return _new_on_cuda(self.device, shape, dtype)
+        made: torch.Tensor = self.allocator.empty(shape, dtype)
+        return made
 
-    def allocator(
+    def maker(
         self,
         *forms: TensorForm | None,
         together: Sequence[int] = (),
         part_bytes: int = PART_BYTES,
         first_is_whole: bool = False,
     ) -> Callable[[], list[Any]]:
-        """Return what makes an uninitialised tensor of each form, None for None, as empty() does.
-
-        together, part_bytes: the places of those that lie in one memory, none of which a caller may free by itself, and
-            what their beginnings are multiples of. first_is_whole: the first of them is all of it.
-        """
-        large = self._large_on_host
-        return OutputMaker(forms, self.device, large, together, part_bytes, first_is_whole).shortest()
-
-    def _large_on_host(self, form: TensorForm) -> torch.Tensor:
-        shape, strides, dtype = form
-        if strides == strides_in_order(shape):
-            return self.empty(*shape, dtype=dtype)
-        return self.empty(math.prod(shape), dtype=dtype).as_strided(shape, strides)
+        """Return what makes an uninitialised tensor of each form, None for None: tensor_maker() says how."""
+        return tensor_maker(self.allocator, forms, together, part_bytes, first_is_whole)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""

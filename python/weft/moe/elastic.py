@@ -35,7 +35,7 @@ from weft.moe.elastic_engram import EngramReads
 from weft.moe.elastic_facts import ElasticFacts
 from weft.moe.elastic_handle import EPHandle, check_fields
 from weft.moe.elastic_ring import RingMessages
-from weft.moe.elastic_rows import RepeatPlan, RoutesPlan
+from weft.moe.elastic_rows import CachedPlan, RoutesPlan
 from weft.moe.elastic_sessions import GatherSessions
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
@@ -243,11 +243,11 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         ids: Any = topk_idx
         weights, stats = topk_weights, cumulative_local_expert_recv_stats
         data, scales = rows_and_scales(x)
-        plan: RoutesPlan | RepeatPlan
+        plan: RoutesPlan | CachedPlan
         if handle is None:
             plan = self._routes_plan(x, (data, scales, ids, weights, stats), options)
         else:
-            plan = self._repeat_plan(x, (data, scales, ids, weights, stats), options)
+            plan = self._cached_plan(x, (data, scales, ids, weights, stats), options)
             self._check_repeat(handle, plan, data, weights, sizes)
         context = plan.context
         if context.is_cuda:
@@ -311,17 +311,17 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
                 arguments.check_distinct_experts(topk_idx)
         return plan
 
-    def _repeat_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RepeatPlan:
+    def _cached_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> CachedPlan:
         """Return the plan of dispatches along routes of a handle, for such arguments. The first of them are checked."""
         signature = signature_of(tensors, b"elastic, handle", isinstance(x, Tensor), *options)
-        plan: RepeatPlan | None = self._contexts.plans.get(signature)
+        plan: CachedPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             context, sms, flags = self._check_alike(x, options)
             _, _, topk_idx, _, stats = tensors
             for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
                 if value is not None:
                     raise invalid(argument, arguments.describe(value), "None with a handle")
-            plan = self._contexts.keep(signature, RepeatPlan(context, sms, bool(flags["do_expand"])))
+            plan = self._contexts.keep(signature, CachedPlan(context, sms, bool(flags["do_expand"])))
         return plan
 
     def _check_alike(self, x: Payload, options: tuple[Any, ...]) -> tuple[DeviceContext, int, dict[str, Any]]:
@@ -417,7 +417,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     def _check_repeat(
         self,
         handle: EPHandle,
-        plan: RepeatPlan,
+        plan: CachedPlan,
         data: Tensor,
         topk_weights: object,
         sizes: tuple[Any, Any, Any],

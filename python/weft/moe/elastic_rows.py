@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
+from weft import _core
 from weft.errors import invalid
 from weft.moe import elastic_layout, high_throughput
 from weft.moe.config import align, ceil_div, local_experts
@@ -20,8 +22,8 @@ from weft.moe.device_context import DeviceContext, Order
 from weft.moe.elastic_handle import LATE_FIELDS, EPHandle, LateFields, right_most_slots
 from weft.moe.elastic_layout import Expansion
 from weft.moe.events import EventHandle
-from weft.moe.handle import DispatchState
 from weft.moe.high_throughput import CombinePlan, Payload, Rows
+from weft.runtime import spans
 from weft.runtime.allocation import tensor_form
 
 _NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
@@ -58,13 +60,12 @@ class RoutesPlan:
     ) -> None:
         """Plan for tensors like these."""
         ranks = int(context.communicator.size)
-        self._combine_rows = ids.size(1) if wanted.sums_at_owner else 1
         sent = no_weights(ids) if weights is None else weights
-        rows = Rows(data, scales, ids, sent, True, self._combine_rows)
-        self.context, self.wanted, self._format = context, wanted, rows.format
+        rows = Rows(data, scales, ids, sent, True, ids.size(1) if wanted.sums_at_owner else 1)
+        self.context, self.wanted = context, wanted
         self._worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         self._layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
-        self._new_sum_place = context.allocator(tensor_form((ids.size(0), ranks), torch.int32))
+        self._new_sum_place = context.maker(tensor_form((ids.size(0), ranks), torch.int32))
         self._dispatch = high_throughput.DispatchPlan(
             context, rows, wanted.num_experts, is_ordered=True, worst_rows=self._worst
         )
@@ -79,17 +80,19 @@ class RoutesPlan:
     ) -> tuple[Any, EPHandle]:
         """Send rows. Returns what came, one row per (token, rank), and the handle."""
         wanted, stream = self.wanted, self.context.current_stream
-        sent = no_weights(ids) if weights is None else weights
-        rows = Rows(data, scales, ids, sent, True, self._combine_rows, known_format=self._format)
+        lay_out, dispatch = self._layout.run, self._dispatch.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            lay_out, dispatch = spans.around("layout", lay_out), spans.around("dispatch", dispatch)
         (sum_place,) = self._new_sum_place()
-        _, per_expert, in_rank = self._layout.run(ids, stream, sum_place)
-        received, state, slots = self._dispatch.run(
-            *(rows, in_rank, per_expert, wanted.num_sms, order, sum_place, wanted.num_max_tokens)
+        _, per_expert, in_rank = lay_out(ids, sum_place, stream)
+        sent = (data, scales, ids, no_weights(ids) if weights is None else weights)
+        received, state, slots = dispatch(
+            *(*sent, in_rank, per_expert, sum_place, wanted.num_max_tokens, wanted.num_sms, order)
         )
         return received, self._handle(ids, received, state, slots, stream)
 
     def _handle(
-        self, ids: Tensor, received: Any, state: DispatchState, slots: list[int], stream: int
+        self, ids: Tensor, received: Any, state: _core.DispatchState, slots: list[int], stream: int
     ) -> EPHandle:
         context, wanted = self.context, self.wanted
         ranks, rank = int(context.communicator.size), int(context.communicator.rank)
@@ -138,7 +141,7 @@ class RoutesPlan:
         return handle
 
 
-class RepeatPlan:
+class CachedPlan:
     """What dispatches along routes of a handle share that have arguments of one signature.
 
     received = plan.run(data, scales, weights, handle, order)
@@ -147,16 +150,25 @@ class RepeatPlan:
     def __init__(self, context: DeviceContext, num_sms: int, do_expand: bool) -> None:
         self.context, self.do_expand = context, do_expand
         self._num_sms = num_sms
+        self._by_id_bytes: dict[int, high_throughput.RepeatPlan] = {}  # 0: no ids travel
 
     def run(
         self, data: Tensor, scales: Tensor | None, weights: Tensor | None, handle: EPHandle, order: Order
     ) -> Any:
         """Send rows. Returns what came."""
         context, state = self.context, handle.state
-        rows = Rows(data, scales, None if weights is None else handle.topk_idx, weights, True)
+        ids = None if weights is None else handle.topk_idx
+        id_bytes = 0 if ids is None else ids.element_size()
+        plan = self._by_id_bytes.get(id_bytes)
+        if plan is None:
+            rows = Rows(data, scales, ids, weights, True)
+            plan = self._by_id_bytes[id_bytes] = high_throughput.RepeatPlan(context, rows)
         if context.lacks_room_for(state):
-            context.make_room_for(state, rows.format, state.num_rows)
-        return high_throughput.repeat(context, rows, state, self._num_sms, order)
+            context.make_room_for(state, plan.format, state.num_rows)
+        run = plan.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("dispatch", run)
+        return run(data, scales, ids, weights, state, self._num_sms, order)
 
 
 def no_weights(topk_idx: Tensor) -> Tensor:
@@ -232,9 +244,12 @@ def combine(
     if handle.sums_at_owner:
         sent_biases = ()
     context.order_after(before_epilogue)
-    combined, combined_weights = plan_of(rows).run(
-        rows, weights, sent_biases, state, num_sms, context.order_beside(is_beside)
-    )
+    run = plan_of(rows).run
+    if profiler._is_profiler_enabled or spans.NVTX:
+        run = spans.around("combine", run)
+    bias0, bias1 = (*sent_biases, None, None)[:2]
+    order = context.order_beside(is_beside)
+    combined, combined_weights = run(rows, weights, bias0, bias1, state, num_sms, order)
     if handle.sums_at_owner:
         combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
     return combined, combined_weights

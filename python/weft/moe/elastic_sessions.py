@@ -173,13 +173,9 @@ def _gather_rows(context: DeviceContext, rows: Tensor, form: tuple[int, int]) ->
         sent = Rows(rows, words, combine_rows=0)
         # On the CPU rows that are not as many shall come, to be looked at.
         plan = high_throughput.DispatchPlan(context, sent, 1, worst_rows=0 if looks else num_rows * ranks)
+        most_tokens = 0 if looks else num_rows
         received, state, _ = plan.run(
-            sent,
-            in_rank,
-            per_expert,
-            _NUM_SMS,
-            context.as_ordered,
-            most_tokens=0 if looks else num_rows,
+            *(rows, words, None, None, in_rank, per_expert, None, most_tokens, _NUM_SMS, context.as_ordered)
         )
     gathered: Tensor = received.rows()
     came: Tensor | None = received.scales()

@@ -92,7 +92,7 @@ class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
             tensor_form(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        make = context.allocator(*self._forms, together=_OF_HANDLE, first_is_whole=True)
+        make = context.maker(*self._forms, together=_OF_HANDLE, first_is_whole=True)
         seen = form.seen if form.is_tiled else None
         super().__init__(calls, _setting(context), make, self.handle_form, seen)
 
@@ -101,7 +101,7 @@ class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
         rows, src_info, layout_range, counts = given
         mine = (rows, None, src_info, layout_range, counts, None, None, None)
         forms = (None if tensor is not None else form for tensor, form in zip(mine, self._forms, strict=True))
-        made = self.context.allocator(*forms)()
+        made = self.context.maker(*forms)()
         return [new if old is None else old for old, new in zip(mine, made, strict=True)]
 
 
@@ -116,7 +116,7 @@ class CombinePlan(_core.LowLatencyCombine):  # type: ignore[misc]
 
     def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.context = context
-        make = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
+        make = context.maker(tensor_form(out_shape, torch.bfloat16))  # the sums alone
         calls: Any = context.low_latency.plan_combine(**form)
         super().__init__(calls, _setting(context), make)
 

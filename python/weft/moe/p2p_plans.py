@@ -111,7 +111,7 @@ class DispatchForms:
             scale = None
             if sizes.hidden_dim_scale is not None and sizes.scale_dtype is not None:
                 scale = tensor_form((*layout.rows, sizes.hidden_dim_scale), sizes.scale_dtype)
-            make = self._makers[layout] = self._context.allocator(
+            make = self._makers[layout] = self._context.maker(
                 tensor_form((*layout.rows, sizes.hidden_dim), sizes.in_dtype),
                 scale,
                 tensor_form((local_experts,), i32),

@@ -139,17 +139,15 @@ class DispatchPlan : OfDevice {
         places_(python_.make_places) {}
 
   // most_tokens: no rank has more, the same on all ranks; 0: not known.
-  // Returns: (ReceivedRows, DispatchState, slots of each local expert: none with worst_rows).
+  // Returns: (ReceivedRows, DispatchState, slots of each local expert as multiples of the alignment: none with worst_rows).
   nb::tuple run(const NewRoutes& given, uint64_t most_tokens, uint32_t num_sms, const Order& order) const {
     Came came = dispatched(given, most_tokens, num_sms, order);
     return nb::make_tuple(std::move(came.rows), std::move(came.state), std::move(came.slots));
   }
 
-  // Returns: (payload, ids, weights, slots of each local expert as multiples of the alignment, DispatchHandle).
+  // Returns: (payload, ids, weights, slots as above, DispatchHandle).
   nb::tuple run_whole(const NewRoutes& given, uint32_t num_sms, const Order& order) const {
     Came came = dispatched(given, 0, num_sms, order);
-    for (int32_t& slots : came.slots)
-      slots = (slots + what_.alignment - 1) / what_.alignment * what_.alignment;
     const nb::object handle = handle_with(came.state, given.tokens_per_rank);
     return nb::make_tuple(came.rows.payload(), came.rows.ids(), came.rows.weights(), std::move(came.slots),
                           handle);
@@ -195,6 +193,8 @@ class DispatchPlan : OfDevice {
                                   given.token_in_rank, given.tokens_per_expert, given.tokens_per_rank,
                                   given.sum_place, places[0], places[1], places[2], places[3], records));
     Dispatched came = value_or_throw(std::move(done));
+    for (int32_t& slots : came.tokens_per_local_expert)
+      slots = (slots + what_.alignment - 1) / what_.alignment * what_.alignment;
     ReceivedRows rows(device(), came.received, std::move(sent), came.routes.rows);
     DispatchState state({by().group_key, buffer.communicator()->rank(), came.routes.id, what_.experts,
                          what_.rows.format.top_k, what_.tokens, came.routes.rows, came.routes.staging_rows,

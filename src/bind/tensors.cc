@@ -153,17 +153,6 @@ TensorAddress address_of(nb::handle tensor) {
   return address;
 }
 
-nb::bytes addresses_of(nb::handle tensors) {
-  std::string places;
-  places.reserve(64);
-  for (nb::handle value : tensors) {
-    TensorAddress at;
-    if (!read_address(value.ptr(), at)) at.value = 0;
-    places.append(reinterpret_cast<const char*>(&at.value), sizeof at.value);
-  }
-  return nb::bytes(places.data(), places.size());
-}
-
 nb::object made(PyObject* object) {
   if (!object) throw nb::python_error();
   return nb::steal(object);
@@ -185,7 +174,6 @@ nb::object handle_of(const nb::object& type, const nb::object& state, std::span<
 
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
-  module.def("addresses", [](nb::args values) { return addresses_of(values); });
   module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
 }
 

@@ -38,9 +38,6 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept;
 // The same; throws where it tells no address.
 TensorAddress address_of(nanobind::handle tensor);
 
-// Where each of a tuple's tensors begins, 8 bytes for each: other bytes once one has moved, or its memory is gone.
-nanobind::bytes addresses_of(nanobind::handle tensors);
-
 // A new reference of Python's; throws what it raised where that is null.
 nanobind::object made(PyObject* object);
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from weft.runtime import allocation
-from weft.runtime.allocation import allocator_on, part_of, tensor_form, tensor_maker
+from weft.runtime.allocation import allocator_on, part_of, tensor_maker, tensor_spec
 
 CPU = torch.device("cpu")
-FORMS = (
-    tensor_form((3, 4), torch.bfloat16),
-    tensor_form((7,), torch.int32),
+SPECS = (
+    tensor_spec((3, 4), torch.bfloat16),
+    tensor_spec((7,), torch.int32),
     None,
-    tensor_form((5, 3, 2), torch.float32, (1, 10, 5)),
-    tensor_form((0, 3), torch.int32),
-    tensor_form((2, 131), torch.int32),
+    tensor_spec((5, 3, 2), torch.float32, (1, 10, 5)),
+    tensor_spec((0, 3), torch.int32),
+    tensor_spec((2, 131), torch.int32),
 )
 
 
@@ -38,7 +38,7 @@ def _maker(
     if not is_short:  # a torch without its short ways
         monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
         monkeypatch.setattr(allocation, "new_on_host", functools.partial(allocation._by_torch, CPU))
-    return tensor_maker(allocator_on(CPU, _large), FORMS, together, first_is_whole=first_is_whole)
+    return tensor_maker(allocator_on(CPU, _large), SPECS, together, first_is_whole=first_is_whole)
 
 
 def _described(tensor: torch.Tensor | None) -> Any:
@@ -52,7 +52,7 @@ def test_every_form_is_made_anew(
 ) -> None:
     make = _maker(together, is_short, monkeypatch)
     first, second = make(), make()
-    wanted = [None if form is None else (*form, CPU) for form in FORMS]
+    wanted = [None if form is None else (*form, CPU) for form in SPECS]
     assert [_described(tensor) for tensor in first] == wanted == [_described(tensor) for tensor in second]
     places: list[range] = []
     for number, tensor in enumerate(tensor for tensor in (*first, *second) if tensor is not None):
@@ -81,17 +81,17 @@ def test_the_first_may_be_all_of_the_memory(is_short: bool, monkeypatch: pytest.
     made = _maker((1, 5), is_short, monkeypatch, first_is_whole=True)()
     whole, part = made[1], made[5]
     assert whole is not None and part is not None
-    assert _described(part) == (*tensor_form((2, 131), torch.int32), CPU)
+    assert _described(part) == (*tensor_spec((2, 131), torch.int32), CPU)
     begin = (part.data_ptr() - whole.data_ptr()) // whole.element_size()
     assert begin >= 7 and whole.numel() == begin + part.numel()
     assert whole.untyped_storage()._cdata == part.untyped_storage()._cdata
 
 
 def test_large_results_come_from_their_maker() -> None:
-    form = tensor_form((1 << 20,), torch.uint8)
-    made = tensor_maker(allocator_on(CPU, _large), (form, FORMS[0]))()
+    form = tensor_spec((1 << 20,), torch.uint8)
+    made = tensor_maker(allocator_on(CPU, _large), (form, SPECS[0]))()
     assert (made[0] == 7).all()
-    assert _described(made[1]) == (*tensor_form((3, 4), torch.bfloat16), CPU)
+    assert _described(made[1]) == (*tensor_spec((3, 4), torch.bfloat16), CPU)
 
 
 @pytest.mark.parametrize("is_short", [True, False], ids=["short", "public"])
@@ -111,5 +111,5 @@ def test_one_tensor_is_row_major() -> None:
     allocator = allocator_on(CPU, _large)
     for shape in ((), (3,), (5, 0, 2), (4, 3)):
         made = allocator.empty(shape, torch.float32)
-        assert _described(made) == (*tensor_form(shape, torch.float32), CPU)
+        assert _described(made) == (*tensor_spec(shape, torch.float32), CPU)
     assert (allocator.empty((1 << 20,), torch.uint8) == 7).all()

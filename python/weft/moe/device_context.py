@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,11 +24,10 @@ from weft.moe.arguments import describe
 from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import LARGE_BYTES, HostMemory
-from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, WindowPieces, watch_torch
 from weft.runtime.allocation import (
     PART_BYTES,
-    TensorForm,
+    TensorSpec,
     allocator_on,
     not_a_view,
     strides_in_order,
@@ -38,6 +36,7 @@ from weft.runtime.allocation import (
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
+RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by where all ranks map each other
 # The stream of a call, and the caller's; whether the first waits for the second, and then the second for the first.
 # A call that does both runs on the caller's, outside of graphs: CallOrder in src/moe/buffer.h.
 Order = tuple[int, int, bool, bool]
@@ -90,7 +89,7 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-class DeviceContext(RuntimeFacts):
+class DeviceContext:
     """The core buffer of one device and what orders work on it.
 
     Args:
@@ -301,20 +300,13 @@ class DeviceContext(RuntimeFacts):
         """The order of a call between begin() and finish(), which have seen to that."""
         return self.stream, self.current_stream, False, False
 
-    def begin_beside(self, is_beside: bool, previous: EventHandle | None) -> AbstractContextManager[Any]:
-        """Begin a call on the communication stream, or, without ``is_beside``, as one of the current stream's.
+    def beside(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
+        """Begin a call on the communication stream, which ends with finish() and hand_over().
 
-        Returns a context in which all of it goes there: what order_beside() orders, and what is torch's own.
-        One on the communication stream ends with finish() and hand_over().
+        Returns a context in which all of it goes there: what ``as_ordered`` orders, and what is torch's own.
         """
-        if not is_beside:
-            return nullcontext()
         self.begin(previous)
         return self.on_comm_stream()
-
-    def order_beside(self, is_beside: bool) -> Order:
-        """Return how the core is to order a call that begin_beside() began."""
-        return self.as_ordered if is_beside else self.order(None, False)
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
@@ -385,13 +377,13 @@ class DeviceContext(RuntimeFacts):
 
     def maker(
         self,
-        *forms: TensorForm | None,
+        *specs: TensorSpec | None,
         together: Sequence[int] = (),
         part_bytes: int = PART_BYTES,
         first_is_whole: bool = False,
     ) -> Callable[[], list[Any]]:
-        """Return what makes an uninitialised tensor of each form, None for None: tensor_maker() says how."""
-        return tensor_maker(self.allocator, forms, together, part_bytes, first_is_whole)
+        """Return what makes an uninitialised tensor of each spec, None for None: tensor_maker() says how."""
+        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_whole)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""
@@ -420,6 +412,39 @@ class DeviceContext(RuntimeFacts):
         if self.is_cuda:
             self.core.follow(self.stream)
             self.comm_stream.synchronize()
+
+    # -- what callers of DeepEP ask: how ranks are grouped, as its formulas count them. None of it is collective. -----
+
+    def is_available(self) -> bool:
+        """Return True: whoever has the object can call it."""
+        return True
+
+    def is_internode_available(self) -> bool:
+        """Return whether the ranks make more than one group."""
+        return self.get_num_rdma_ranks() > 1
+
+    @functools.cached_property
+    def rdma_groups(self) -> tuple[int, ...]:
+        """The group of each rank: where not all map each other, those that do; else eight ranks each."""
+        size = int(self.communicator.size)
+        return self.islands or tuple(rank // RANKS_PER_RDMA_GROUP for rank in range(size))
+
+    def get_num_rdma_ranks(self) -> int:
+        """Return how many groups there are."""
+        return max(self.rdma_groups) + 1
+
+    def get_rdma_rank(self) -> int:
+        """Return the group that this rank is in."""
+        return self.rdma_groups[int(self.communicator.rank)]
+
+    def get_root_rdma_rank(self, global_root: bool) -> int:
+        """Return this rank's place in its group where ``global_root``, else 0."""
+        rank = int(self.communicator.rank)
+        return self.rdma_groups[:rank].count(self.rdma_groups[rank]) if global_root else 0
+
+    def get_local_device_id(self) -> int:
+        """Return the index of the CUDA device; 0 on the CPU."""
+        return self.device.index or 0
 
 
 def _group_key(communicator: Any, islands: tuple[int, ...]) -> int:

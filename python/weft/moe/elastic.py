@@ -12,8 +12,10 @@ M = num_max_tokens_per_rank. It stands on the same context and kernels as ``weft
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +27,14 @@ from weft.moe.config import (
     MAX_ALIGNMENT,
     MAX_BYTES,
     MAX_SMS,
+    align,
     check_flags,
     check_number,
     check_whole,
     local_experts,
 )
-from weft.moe.device_context import DeviceContext
+from weft.moe.device_context import DeviceContext, Order
 from weft.moe.elastic_engram import EngramReads
-from weft.moe.elastic_facts import ElasticFacts
 from weft.moe.elastic_handle import EPHandle, check_fields
 from weft.moe.elastic_ring import RingMessages
 from weft.moe.elastic_rows import CachedPlan, RoutesPlan
@@ -41,9 +43,10 @@ from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_h
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.high_throughput import CombinePlan, Payload, rows_and_scales
 from weft.runtime.modes import outside_modes
-from weft.runtime.plain import signature_of
+from weft.runtime.plain import find_plan
 
 _LEAST_TIMEOUT_S = 1e-3
+_NVLINK_GBS = 400.0  # of one GPU, where the caller does not say
 _FLAGS = (
     "async_with_compute_stream",
     "allocate_on_comm_stream",
@@ -55,7 +58,15 @@ _FLAGS = (
 )
 
 
-class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
+class KnownCombine(NamedTuple):
+    """Combines with arguments of one signature, which were checked."""
+
+    context: DeviceContext
+    num_rows: int
+    weights_shape: tuple[int, ...] | None
+
+
+class ElasticBuffer(GatherSessions, RingMessages, EngramReads):
     """Dispatch, combine and what goes with them among ranks of one node or several; CPU and CUDA tensors.
 
     Args:
@@ -145,7 +156,13 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
         self.deterministic = bool(deterministic)
         self.explicitly_destroy = bool(explicitly_destroy)
-        self._find_domains()
+        context = self._contexts.alive()
+        per_node = Counter(facts["node"] for facts in context.communicator.facts)
+        self.num_rdma_ranks, self.num_nvlink_ranks = len(per_node), max(per_node.values())
+        logical = context.logical
+        self.num_scaleout_ranks, self.num_scaleup_ranks = logical.groups, logical.local
+        self.scaleout_rank_idx = logical.group_of[self._contexts.rank]
+        self.scaleup_rank_idx = logical.place_of[self._contexts.rank]
         self.nccl_comm_handle: Any = None
 
     # -- life and facts --------------------------------------------------------------------------------------
@@ -183,6 +200,65 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     def get_comm_stream(self) -> Any:
         """Return the stream that calls run on; see weft.Buffer."""
         return self._contexts.comm_stream()
+
+    # -- how ranks are spread, and good sizes; none of it is collective ----------------------------------------
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return (nodes, most ranks of one node)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return (scale-out ranks, scale-up ranks): in hybrid mode groups of ranks that map each other, and their size.
+
+        (1, ranks) where all map each other, without hybrid mode, and where groups differ in size.
+        """
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return num_bytes for this shape, a multiple of 2 MiB. Not collective."""
+        return elastic_size_hint(
+            arguments.group_size(group),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+        )
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return how many SMs it takes to fill the links: even, at least 4, 64 unless overlap is preferred.
+
+        The link of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0
+        counts as 400.
+        """
+        check_whole("num_experts", num_experts, 1)
+        check_whole("num_topk", num_topk, 1)
+        links = check_number("nvlink_gbs", nvlink_gbs, 0) or _NVLINK_GBS
+        needed = align(math.ceil(links / check_number("sm_write_gbs", sm_write_gbs, 1)), 2)
+        number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
+        return min(number, self._contexts.alive().num_sms)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return 0 to num_allocated_qps; Weft's proxies use none of them."""
+        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0, MAX_SMS))
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
@@ -252,37 +328,51 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         context = plan.context
         if context.is_cuda:
             arguments.check_deterministic_fill(context.device)
-        previous = handle_of(previous_event, "previous_event")
-        before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
-        with context.begin_beside(is_beside, previous):
-            order, has_weights = context.order_beside(is_beside), weights is not None
-            if isinstance(plan, RoutesPlan):
-                received, used = plan.run(data, scales, ids, weights, order)
-                elastic_rows.check_weights_alike(received, used, has_weights, self.rank_idx)
-                if stats is not None:
-                    stats += used.num_unaligned_recv_tokens_per_expert
-            else:
-                assert handle is not None
-                received, used = plan.run(data, scales, weights, handle, order), handle
-            context.order_after(before_epilogue)
-            outputs = elastic_rows.outputs(
-                received, used, has_weights, do_zero_padding, use_tma_aligned_col_major_sf
-            )
-            del received
-        if not is_beside:
+        previous = None if previous_event is None else handle_of(previous_event, "previous_event")
+        before_epilogue: EventHandle | None = None
+        if previous_event_before_epilogue is not None:
+            before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
+        given, layout = (data, scales, ids, weights, stats), (do_zero_padding, use_tma_aligned_col_major_sf)
+        if not async_with_compute_stream and previous is None and before_epilogue is None:
+            outputs, used = self._send(plan, given, handle, context.order(None, False), None, layout)
             return (*outputs, used, finished_event())
+        with context.beside(previous):
+            outputs, used = self._send(plan, given, handle, context.as_ordered, before_epilogue, layout)
         event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, used.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
         made = vars(used).values() if isinstance(plan, RoutesPlan) else ()
         context.hand_over([*data_out, *outputs[1:], *(entry for entry in made if isinstance(entry, Tensor))])
         return (*outputs, used, event)
 
+    def _send(
+        self,
+        plan: RoutesPlan | CachedPlan,
+        tensors: tuple[Any, ...],
+        handle: EPHandle | None,
+        order: Order,
+        before_epilogue: EventHandle | None,
+        layout: tuple[bool, bool],
+    ) -> tuple[tuple[Payload, Tensor | None, Tensor | None], EPHandle]:
+        """Run a checked dispatch on the current stream. Returns rows, ids and weights as laid out, and the handle."""
+        data, scales, ids, weights, stats = tensors
+        has_weights = weights is not None
+        if isinstance(plan, RoutesPlan):
+            received, used = plan.run(data, scales, ids, weights, order)
+            elastic_rows.check_weights_alike(received, used, has_weights, self.rank_idx)
+            if stats is not None:
+                stats += used.num_unaligned_recv_tokens_per_expert
+        else:
+            assert handle is not None
+            received, used = plan.run(data, scales, weights, handle, order), handle
+        if before_epilogue is not None:
+            plan.context.order_after(before_epilogue)
+        return elastic_rows.outputs(received, used, has_weights, *layout), used
+
     def _routes_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RoutesPlan:
         """Return the plan of dispatches along new routes with such arguments. The first of them are checked."""
         data, scales, topk_idx, topk_weights, stats = tensors
-        signature = signature_of(tensors, b"elastic", isinstance(x, Tensor), *options)
-        plan: RoutesPlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, (tensors, b"elastic", isinstance(x, Tensor), *options)
+        plan: RoutesPlan | None = find_plan(plans, *key)
         if plan is None:
             context, sms, flags = self._check_alike(x, options)
             num_experts, max_tokens, expert_alignment, *_ = options
@@ -303,8 +393,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
                 do_handle_copy=bool(flags["do_handle_copy"]),
                 counts_unknown=flags["do_cpu_sync"] is not None and not flags["do_cpu_sync"],
             )
-            plan = RoutesPlan(context, data, scales, ids, weights, wanted)
-            self._contexts.keep(signature, plan)
+            plan = plans.keep(RoutesPlan(context, data, scales, ids, weights, wanted), *key)
         if not plan.context.is_cuda:
             arguments.check_expert_ids(topk_idx, plan.wanted.num_experts)
             if plan.wanted.do_expand:
@@ -313,15 +402,15 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
 
     def _cached_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> CachedPlan:
         """Return the plan of dispatches along routes of a handle, for such arguments. The first of them are checked."""
-        signature = signature_of(tensors, b"elastic, handle", isinstance(x, Tensor), *options)
-        plan: CachedPlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, (tensors, b"elastic, handle", isinstance(x, Tensor), *options)
+        plan: CachedPlan | None = find_plan(plans, *key)
         if plan is None:
             context, sms, flags = self._check_alike(x, options)
             _, _, topk_idx, _, stats = tensors
             for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
                 if value is not None:
                     raise invalid(argument, arguments.describe(value), "None with a handle")
-            plan = self._contexts.keep(signature, CachedPlan(context, sms, bool(flags["do_expand"])))
+            plan = plans.keep(CachedPlan(context, sms, bool(flags["do_expand"])), *key)
         return plan
 
     def _check_alike(self, x: Payload, options: tuple[Any, ...]) -> tuple[DeviceContext, int, dict[str, Any]]:
@@ -365,12 +454,14 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             their right-most slots, are added in ascending order, one rounding.
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        plan: CombinePlan | None = self._contexts.plans.get(signature_of((x,), b"combine"))
-        context = self._contexts.of("x", x) if plan is None else plan.context
+        flags = (async_with_compute_stream, allocate_on_comm_stream)
+        plans, key = self._contexts.plans, ((x, topk_weights), b"elastic combine", num_sms, num_qps, flags)
+        known: KnownCombine | None = find_plan(plans, *key)
+        context = self._contexts.of("x", x) if known is None else known.context
         state = context.check_handle(handle, EPHandle, "dispatch")
         check_fields(handle, context.device)
         num_rows = handle.num_expanded_tokens if handle.do_expand else state.num_rows
-        if plan is None or plan.num_rows != num_rows:
+        if known is None or known.num_rows != num_rows:
             x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
         biases: tuple[Tensor, ...] = ()
         if bias is not None:
@@ -379,15 +470,21 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             if handle.sums_at_owner and handle.do_expand:
                 raise invalid("topk_weights", "weights", "None, as allow_multiple_reduction is False")
             shape = (num_rows,) if handle.do_expand else (num_rows, handle.topk_idx.size(1))
-            arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), context.device)
-        previous = handle_of(previous_event, "previous_event")
-        before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        check_flags(
-            async_with_compute_stream=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        )
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
-        check_whole("num_qps", num_qps, 0)
+            if known is None or known.weights_shape != shape:
+                arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), context.device)
+        if known is None:
+            check_flags(
+                async_with_compute_stream=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            )
+            num_sms = check_whole("num_sms", num_sms, 0, MAX_SMS)
+            check_whole("num_qps", num_qps, 0)
+            weights_shape = None if topk_weights is None else tuple(topk_weights.shape)
+            plans.keep(KnownCombine(context, num_rows, weights_shape), *key)
+        previous = None if previous_event is None else handle_of(previous_event, "previous_event")
+        before_epilogue: EventHandle | None = None
+        if previous_event_before_epilogue is not None:
+            before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
         if context.is_cuda:
             arguments.check_deterministic_fill(context.device)
         if context.lacks_room_for(state):
@@ -395,22 +492,29 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             slots = top_k if handle.sums_at_owner else 1
             row_format = high_throughput.combined_format(x, 0 if topk_weights is None else top_k, slots)
             context.make_room_for(state, row_format, 0)
-        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
-        with context.begin_beside(is_beside, previous):
-            combined, weights = elastic_rows.combine(
-                context, self._combine_plan, x, topk_weights, biases, handle, before_epilogue, sms, is_beside
-            )
-        if not is_beside:
+        given = (
+            self._combine_plan,
+            x,
+            topk_weights,
+            biases,
+            handle,
+            before_epilogue,
+            num_sms or handle.num_sms,
+        )
+        if not async_with_compute_stream and previous is None and before_epilogue is None:
+            combined, weights = elastic_rows.combine(*given, context.order(None, False))
             return combined, weights, finished_event()
+        with context.beside(previous):
+            combined, weights = elastic_rows.combine(*given, context.as_ordered)
         event = context.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
         context.hand_over([combined, weights])
         return combined, weights, event
 
     def _combine_plan(self, rows: Tensor) -> CombinePlan:
         """Return the plan of combines of such rows, bf16 and checked, or made here."""
-        signature = signature_of((rows,), b"combine")
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
-        return plan or self._contexts.keep(signature, CombinePlan(self._contexts.of("x", rows), rows))
+        plans, key = self._contexts.plans, ((rows,), b"combine rows")
+        plan: CombinePlan | None = find_plan(plans, *key)
+        return plan or plans.keep(CombinePlan(self._contexts.of("x", rows), rows), *key)
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from weft import _core
 from weft.moe.device_context import DeviceContext
 from weft.moe.handle import KIND, DispatchHandle, entries_across_nodes
-from weft.runtime.allocation import tensor_form
+from weft.runtime.allocation import tensor_spec
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -89,9 +89,9 @@ class LayoutPlan(_core.LayoutPlan):  # type: ignore[misc]
         self.context, self.num_experts = context, num_experts
         num_tokens, top_k = topk_idx.shape
         make = context.maker(
-            tensor_form((num_ranks,), torch.int32),
-            tensor_form((num_experts,), torch.int32),
-            tensor_form((num_tokens, num_ranks), torch.bool),
+            tensor_spec((num_ranks,), torch.int32),
+            tensor_spec((num_experts,), torch.int32),
+            tensor_spec((num_tokens, num_ranks), torch.bool),
             together=(0, 1),
             part_bytes=4,
         )
@@ -148,10 +148,10 @@ class DispatchPlan(_core.DispatchPlan):  # type: ignore[misc]
             worst_rows=worst_rows,
             alignment=alignment,
             make_places=context.maker(  # of the state
-                tensor_form((num_tokens, num_ranks), i32),
-                tensor_form((num_tokens,), i32),
-                tensor_form((num_ranks, num_ranks), i32),
-                tensor_form((route_words,), i32) if route_words else None,
+                tensor_spec((num_tokens, num_ranks), i32),
+                tensor_spec((num_tokens,), i32),
+                tensor_spec((num_ranks, num_ranks), i32),
+                tensor_spec((route_words,), i32) if route_words else None,
             ),
             keep=functools.partial(context.finish, True),
             handle_type=DispatchHandle,

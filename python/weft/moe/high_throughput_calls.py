@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from weft.moe.high_throughput import (
 )
 from weft.runtime import spans
 from weft.runtime.modes import are_modes_on, outside_modes
-from weft.runtime.plain import signature_of
+from weft.runtime.plain import find_plan
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -96,11 +96,10 @@ class HighThroughputCalls:
         if are_modes_on():
             order = (previous_event, async_finish, allocate_on_comm_stream)
             return outside_modes(self.get_dispatch_layout)(topk_idx, num_experts, *order)
-        signature = signature_of((topk_idx,), b"layout", num_experts)
-        plan: LayoutPlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, ((topk_idx,), b"layout", num_experts)
+        plan: LayoutPlan | None = find_plan(plans, *key)
         if plan is None:
-            plan = self._plan_layout(topk_idx, num_experts)
-            self._contexts.keep(signature, plan)
+            plan = plans.keep(self._plan_layout(topk_idx, num_experts), *key)
         context, run = plan.context, plan.run
         if profiler._is_profiler_enabled or spans.NVTX:
             run = spans.around("layout", run)
@@ -199,11 +198,11 @@ class HighThroughputCalls:
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
         options = (isinstance(x, Tensor), expert_alignment, num_worst_tokens)
         rows, scales = parts = rows_and_scales(x)
-        signature = signature_of((*parts, *given, topk_idx, topk_weights), b"dispatch", *options)
-        plan: DispatchPlan | None = self._contexts.plans.get(signature)
+        plans, tensors = self._contexts.plans, (*parts, *given, topk_idx, topk_weights)
+        plan: DispatchPlan | None = find_plan(plans, tensors, b"dispatch", *options)
         if plan is None:
             plan, rows, scales = self._plan_new_routes(x, given, topk_idx, topk_weights, *options[1:])
-            self._contexts.keep(signature, plan)
+            plans.keep(plan, tensors, b"dispatch", *options)
         context = plan.context
         if not context.is_cuda:
             if topk_idx is not None:
@@ -259,12 +258,12 @@ class HighThroughputCalls:
     ) -> tuple[Payload, None, None, None, None, EventOverlap]:
         """Send rows along the routes of an earlier dispatch."""
         rows, scales = rows_and_scales(x)
-        signature = signature_of((rows, scales), b"repeat", isinstance(x, Tensor))
-        plan: RepeatPlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, ((rows, scales), b"repeat", isinstance(x, Tensor))
+        plan: RepeatPlan | None = find_plan(plans, *key)
         if plan is None:
             context, checked = self._check_rows(x)
             rows, scales = checked.x, checked.scales
-            plan = self._contexts.keep(signature, RepeatPlan(context, checked))
+            plan = plans.keep(RepeatPlan(context, checked), *key)
         context = plan.context
         if context.is_cuda and arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
@@ -376,15 +375,15 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes, or one of them has no
             room for what comes back.
         """
-        signature = signature_of((x,), b"combine")
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, ((x,), b"combine")
+        plan: CombinePlan | None = find_plan(plans, *key)
         if plan is None or bias is not None:
             context = self._contexts.of("x", x)
             state = self._check_handle(handle, context)
             x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
             biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
             if plan is None:
-                plan = self._contexts.keep(signature, CombinePlan(context, x))
+                plan = plans.keep(CombinePlan(context, x), *key)
         else:
             context, biases = plan.context, ()
             state = self._check_handle(handle, context)

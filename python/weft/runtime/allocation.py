@@ -2,8 +2,8 @@
 """Uninitialised tensors, allocated for the stream that is current, by the shortest way that torch has.
 
     allocator = allocator_on(device, large=...)
-    forms = (tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32), tensor_form((9,), torch.int32))
-    make = tensor_maker(allocator, forms, together=(1, 2))
+    specs = (tensor_spec((128, 7168), torch.bfloat16), tensor_spec((8,), torch.int32), tensor_spec((9,), torch.int32))
+    make = tensor_maker(allocator, specs, together=(1, 2))
     rows, routes, places = make()        # again and again; the last two share memory, but are no views
 
 torch.empty takes some 3 us of the host, more than most of what surrounds it here. The functions that torch's compiled
@@ -24,7 +24,7 @@ import torch
 from weft import _core
 
 PART_BYTES = 512  # as torch aligns memory of its own on GPUs
-TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides in elements, type
+TensorSpec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides in elements, type
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _short_way: Any = getattr(_guards, "_empty_strided_cuda", None)
@@ -33,10 +33,10 @@ _reinterpret: Any = getattr(_guards, "_reinterpret_tensor", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def tensor_form(
+def tensor_spec(
     shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
-) -> TensorForm:
-    """Return the form of a tensor without gaps. strides: in elements; None: rows in order."""
+) -> TensorSpec:
+    """Return the spec of a tensor without gaps. strides: in elements; None: rows in order."""
     return shape, strides_in_order(shape) if strides is None else strides, dtype
 
 
@@ -113,44 +113,44 @@ def allocator_on(device: torch.device, large: Callable[..., torch.Tensor] | None
 
 def tensor_maker(
     allocator: _core.Allocator,
-    forms: Sequence[TensorForm | None],
+    specs: Sequence[TensorSpec | None],
     together: Sequence[int] = (),
     part_bytes: int = PART_BYTES,
     first_is_whole: bool = False,
 ) -> Callable[[], list[Any]]:
-    """Return what makes all that calls of one signature fill: a tensor of each form, None for None.
+    """Return what makes all that calls of one signature fill: a tensor of each spec, None for None.
 
     Args:
-        together: the places of contiguous forms of one type that lie in one memory: of no results that a caller may
+        together: the places of contiguous specs of one type that lie in one memory: of no results that a caller may
             free, but each piece of memory costs the host as much as all else of a tensor.
         part_bytes: each of those begins at a multiple of it.
-        first_is_whole: the first of those is all of their memory, longer than its form, and without a shape. That saves
+        first_is_whole: the first of those is all of their memory, longer than its spec, and without a shape. That saves
             one part.
     """
-    memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
-    parts = _parts_of(forms, together, part_bytes)
+    memory = [(i, spec) for i, spec in enumerate(specs) if spec is not None and i not in together]
+    parts = _parts_of(specs, together, part_bytes)
     if parts:
         place, shape, _, offset = parts[-1]
-        form = forms[place]
-        assert form is not None
-        whole = tensor_form((offset + math.prod(shape),), form[2])
-        no_place = len(forms)
+        spec = specs[place]
+        assert spec is not None
+        whole = tensor_spec((offset + math.prod(shape),), spec[2])
+        no_place = len(specs)
         memory.append((parts.pop(0)[0] if first_is_whole else no_place, whole))
-    made: Callable[[], list[Any]] = _core.TensorMaker(allocator, len(forms), memory, parts)
+    made: Callable[[], list[Any]] = _core.TensorMaker(allocator, len(specs), memory, parts)
     return made
 
 
 Part = tuple[int, tuple[int, ...], tuple[int, ...], int]  # a place, a shape, strides, an offset in elements
 
 
-def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int], part_bytes: int) -> list[Part]:
-    """Return where each of the forms lies in their one memory, the last one last."""
+def _parts_of(specs: Sequence[TensorSpec | None], together: Sequence[int], part_bytes: int) -> list[Part]:
+    """Return where each of the specs lies in their one memory, the last one last."""
     parts: list[Part] = []
     end = 0
     for place in together:
-        form = forms[place]
-        if form is not None:
-            shape, strides, dtype = form
+        spec = specs[place]
+        if spec is not None:
+            shape, strides, dtype = spec
             parts.append((place, shape, strides, end))
             end += padded(math.prod(shape), dtype.itemsize, part_bytes)
     return parts
@@ -176,13 +176,13 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 __all__ = [
     "PART_BYTES",
-    "TensorForm",
+    "TensorSpec",
     "allocator_on",
     "new_on_host",
     "padded",
     "part_of",
     "parts_of",
     "strides_in_order",
-    "tensor_form",
     "tensor_maker",
+    "tensor_spec",
 ]

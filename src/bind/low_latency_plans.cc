@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.LowLatencyDispatch and LowLatencyCombine: calls of one form, each in one trip into the core. They make what
-// a call fills, start it, and return what its caller gets: weft/moe/low_latency.py says what that is. The trip of a call
-// that is known finds the form as well.
+// weft._core.LowLatencyDispatchPlan and LowLatencyCombinePlan: low-latency calls of one signature. A call is one trip into
+// the core, which makes what the call fills, starts it, and returns what its caller gets: weft/moe/low_latency.py says what
+// that is. The trip of a call whose signature is known finds its plan as well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -197,9 +197,9 @@ struct Started {
 
 // A form's calls. They are objects of Python, which keep the buffer's mode alive.
 template <class Calls>
-class Whole {
+class LowLatencyCallPlan {
  protected:
-  Whole(nb::object calls, const LowLatencySetting& setting, std::string name)
+  LowLatencyCallPlan(nb::object calls, const LowLatencySetting& setting, std::string name)
       : kept_(std::move(calls)),
         calls_(&nb::cast<const Calls&>(kept_)),
         setting_(setting),
@@ -248,16 +248,16 @@ class Whole {
   std::string name_;
 };
 
-class WholeDispatch : Whole<DispatchCalls> {
+class LowLatencyDispatchPlan : LowLatencyCallPlan<DispatchCalls> {
  public:
   // x, topk_idx, topk_weights, expert_stats, wait_cycles
   using Arguments = Given<5>;
 
   // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they
   // are.
-  WholeDispatch(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
-                nb::object seen)
-      : Whole(std::move(calls), setting, "low_latency_dispatch"),
+  LowLatencyDispatchPlan(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
+                         nb::object seen)
+      : LowLatencyCallPlan(std::move(calls), setting, "low_latency_dispatch"),
         outputs_(std::move(make)),
         form_(std::move(form)),
         key_(form_.attr("key")),
@@ -316,13 +316,13 @@ class WholeDispatch : Whole<DispatchCalls> {
   nb::object seen_;
 };
 
-class WholeCombine : Whole<CombineCalls> {
+class LowLatencyCombinePlan : LowLatencyCallPlan<CombineCalls> {
  public:
   // x, topk_idx, topk_weights, wait_cycles
   using Arguments = Given<4>;
 
-  WholeCombine(nb::object calls, const LowLatencySetting& setting, nb::object make)
-      : Whole(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
+  LowLatencyCombinePlan(nb::object calls, const LowLatencySetting& setting, nb::object make)
+      : LowLatencyCallPlan(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
 
   // filled: what to fill; None: a new tensor.
   nb::tuple call(nb::tuple tensors, nb::tuple options, const HandleState& state, nb::object filled,
@@ -355,32 +355,32 @@ class WholeCombine : Whole<CombineCalls> {
   Outputs outputs_;
 };
 
-// plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to
+// plans: LowLatencyDispatchPlans by the signatures of their calls. Returns None, with nothing done, for a call that is to
 // be checked.
 nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) {
-  WholeDispatch::Arguments arguments(std::move(tensors), std::move(options));
+  LowLatencyDispatchPlan::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature)) return nb::none();
   const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
-  return nb::cast<const WholeDispatch&>(plan).call_known(arguments);
+  return nb::cast<const LowLatencyDispatchPlan&>(plan).call_known(arguments);
 }
 
-// The same for LowLatencyCombines. A signature ends with the key of the state's form.
+// The same for LowLatencyCombinePlans. A signature ends with the key of the state's form.
 nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, HandleState& state) {
   const TensorAddress routes_at = state.place();
   if (!state.is_ready(routes_at)) return nb::none();
-  WholeCombine::Arguments arguments(std::move(tensors), std::move(options));
+  LowLatencyCombinePlan::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature) || !signature.add_option(state.key)) return nb::none();
   const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
-  return nb::cast<const WholeCombine&>(plan).call_known(arguments, state.routes, routes_at);
+  return nb::cast<const LowLatencyCombinePlan&>(plan).call_known(arguments, state.routes, routes_at);
 }
 
 }  // namespace
 
-void bind_low_latency_whole(nb::module_& module) {
+void bind_low_latency_plans(nb::module_& module) {
   using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
                                    &HandleState::status, &HandleState::kept_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
@@ -412,17 +412,17 @@ void bind_low_latency_whole(nb::module_& module) {
            nb::arg("stream"), nb::arg("current_stream").none(), nb::arg("ordinal"), nb::arg("finish"),
            nb::arg("handle_type"), nb::arg("event_type"), nb::arg("unused"), nb::arg("more"));
 
-  nb::class_<WholeDispatch>(module, "LowLatencyDispatch")
+  nb::class_<LowLatencyDispatchPlan>(module, "LowLatencyDispatchPlan")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object, nb::object, nb::object>(),
            nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("form"), nb::arg("seen").none())
-      .def("__call__", &WholeDispatch::call, nb::arg("tensors"), nb::arg("options"),
+      .def("__call__", &LowLatencyDispatchPlan::call, nb::arg("tensors"), nb::arg("options"),
            nb::arg("x_scales").none(), nb::arg("filled").none());
   module.def("known_low_latency_dispatch", &known_dispatch);
 
-  nb::class_<WholeCombine>(module, "LowLatencyCombine")
+  nb::class_<LowLatencyCombinePlan>(module, "LowLatencyCombinePlan")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object>(), nb::arg("calls"), nb::arg("setting"),
            nb::arg("make"))
-      .def("__call__", &WholeCombine::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
+      .def("__call__", &LowLatencyCombinePlan::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
            nb::arg("filled").none(), nb::arg("signals").none(), nb::arg("sends_late") = false);
   module.def("known_low_latency_combine", &known_combine);
 }

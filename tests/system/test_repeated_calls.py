@@ -236,7 +236,7 @@ def _few_moe_steps(rank: Rank) -> None:
         received, *_, handle, _ = _dispatch(buffer, x, ids, weights)
         for most, call in (
             (8, lambda: buffer.get_dispatch_layout(ids, EXPERTS)),
-            (14, lambda: _dispatch(buffer, x, ids, weights)),  # a layout and a dispatch, whose tensors the core makes
+            (14, lambda: _dispatch(buffer, x, ids, weights)),  # with its layout
             (13, lambda: buffer.dispatch(x, handle=handle)),
             (10, lambda: buffer.combine(received, handle)),
         ):

@@ -137,7 +137,12 @@ def test_a_plan_is_found_by_its_signature() -> None:
     assert plain.find_plan(book, (x,), *key) is None
     assert book.keep(plan, (x,), *key) is plan
     assert plain.find_plan(book, (torch.zeros(3, 4),), *key) is plan
-    for tensors, others in (((x,), (b"call", "sum", True)), ((x, None), key), ((x.int(),), key), ((x.t(),), key)):
+    for tensors, others in (
+        ((x,), (b"call", "sum", True)),
+        ((x, None), key),
+        ((x.int(),), key),
+        ((x.t(),), key),
+    ):
         assert plain.find_plan(book, tensors, *others) is None
     book.keep(object(), (x.t(),), *key)  # no plain tensor: nobody finds it
     assert list(book.values()) == [plan]

@@ -407,7 +407,7 @@ def _in_core(call: Callable[[], object], spent: list[int], args: argparse.Namesp
 def _steps_of_machine(args: argparse.Namespace) -> dict[str, float]:
     """Print and return the microseconds of steps that calls are made of."""
     one = torch.zeros(256, dtype=torch.int32, device=args.device)
-    form = allocation.tensor_form((64, 8), torch.int32)
+    allocator = allocation.allocator_on(one.device)
     steps: dict[str, Callable[[], object]] = {
         "an empty function": lambda: None,
         "torch.empty": lambda: torch.empty((64, 8), dtype=torch.int32, device=one.device),
@@ -415,11 +415,11 @@ def _steps_of_machine(args: argparse.Namespace) -> dict[str, float]:
         "a signature of three tensors": lambda: plain.signature_of((one, one, one)),
     }
     if args.device == "cpu":
-        steps["a tensor, the short way"] = lambda: allocation.new_on_host(*form)
+        steps["a tensor, the short way"] = lambda: allocator.empty((64, 8), torch.int32)
     else:
         stream, event = torch.cuda.Stream(), torch.cuda.Event()
         ordinal = torch.cuda.current_device()
-        steps["a tensor, the short way, and its end"] = lambda: allocation.new_on_cuda(form, one.device)
+        steps["a tensor, the short way, and its end"] = lambda: allocator.empty((64, 8), torch.int32)
         steps["torch's smallest launch (zero_)"] = one.zero_
         steps["a launch without a tensor (_sleep)"] = lambda: torch.cuda._sleep(1)
         steps["torch.cuda.current_stream"] = lambda: torch.cuda.current_stream(ordinal)

@@ -15,6 +15,7 @@ namespace weft {
 void bind_base(nanobind::module_& module);
 void bind_collective(nanobind::module_& module);
 void bind_elastic(nanobind::module_& module);
+void bind_high_throughput(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
 void bind_leases(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);

@@ -59,12 +59,27 @@ void forget(std::unordered_map<uint64_t, PieceShare*>& by_key, uint64_t key, con
 
 }  // namespace
 
-PieceLease::PieceLease(nb::object pieces, nb::object owner, uint64_t offset, nb::object home)
-    : pieces_(std::move(pieces)), owner_(std::move(owner)), offset_(offset), home_(std::move(home)) {}
+nb::object Pieces::lend(nb::object pieces, nb::object owner, uint64_t offset) {
+  const uint64_t home = nb::cast<const Pieces&>(pieces).now();
+  return nb::cast(new PieceLease(std::move(pieces), std::move(owner), offset, home),
+                  nb::rv_policy::take_ownership);
+}
+
+void Pieces::take_back(nb::handle pieces, uint64_t offset, uint64_t home, const nb::dict& recorded) {
+  const auto& self = nb::cast<const Pieces&>(pieces);
+  if (self.current_.is_none()) {
+    self.give_back_(offset);
+    return;
+  }
+  const uint64_t now = self.now();
+  const bool is_simple = recorded.size() == 0 && now == home && !self.give_back_after_.is_none();
+  if (is_simple && nb::cast<bool>(self.give_back_after_(offset, now))) return;
+  pieces.attr("take_later")(offset, home, now, recorded);
+}
 
 PieceLease::~PieceLease() {
   unless_it_raises("a piece of a window that goes back", [this] {
-    if (!is_ending() && maker_.is_this()) pieces_.attr("take_back")(offset_, home_, recorded);
+    if (!is_ending() && maker_.is_this()) Pieces::take_back(pieces_, offset_, home_, recorded);
   });
 }
 
@@ -100,9 +115,12 @@ void PieceShare::let_go() {
 }
 
 void bind_leases(nb::module_& module) {
+  nb::class_<Pieces>(module, "Pieces", "The pieces of one window.")
+      .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("give_back"), nb::arg("current").none(),
+           nb::arg("give_back_after").none())
+      .def("lend", &Pieces::lend, nb::arg("owner"), nb::arg("offset"),
+           "The lease of a piece. owner: what keeps its memory.");
   nb::class_<PieceLease>(module, "PieceLease", "One piece of a window that is out.")
-      .def(nb::init<nb::object, nb::object, uint64_t, nb::object>(), nb::arg("pieces"), nb::arg("owner"),
-           nb::arg("offset"), nb::arg("home").none())
       .def_ro("recorded", &PieceLease::recorded)
       .def("share", [](nb::object self) { return new PieceShare(std::move(self)); });
   nb::class_<PieceShare>(module, "PieceShare", "What one storage has of a piece, which it keeps alive.")

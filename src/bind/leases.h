@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Storages in pieces of a window, as Python counts them: weft/moe/window_pieces.py says when a piece is free again.
+// Storages in pieces of a window. Pieces, PieceLease and PieceShare are also weft._core's: weft/moe/window_pieces.py says
+// when a piece is free again.
+//   const nb::object lease = Pieces::lend(pieces, buffer, offset);   // and a PieceShare for each storage in it
 // All of this is called with the GIL held.
 #pragma once
 
@@ -13,11 +15,35 @@
 
 namespace weft {
 
-// One piece that is out. It goes back, to pieces.take_back(offset, home, recorded), when none of its shares is left.
+// The pieces of one window.
+class Pieces {
+ public:
+  // give_back(offset) makes a piece free. current() is the number of the stream that is current; None on the CPU, where
+  // calls finish before they return, and a piece is free at once. give_back_after(offset, stream) makes a piece free
+  // once what the stream has got is done; False while a graph captures it. None: there is no such function.
+  Pieces(nanobind::object give_back, nanobind::object current, nanobind::object give_back_after)
+      : give_back_(std::move(give_back)),
+        current_(std::move(current)),
+        give_back_after_(std::move(give_back_after)) {}
+
+  // pieces: a Pieces. owner: keeps the window mapped.
+  static nanobind::object lend(nanobind::object pieces, nanobind::object owner, uint64_t offset);
+  // Of a piece that several streams have to be done with pieces.take_later(offset, home, now, recorded) takes care.
+  static void take_back(nanobind::handle pieces, uint64_t offset, uint64_t home,
+                        const nanobind::dict& recorded);
+
+ private:
+  uint64_t now() const { return current_.is_none() ? 0 : nanobind::cast<uint64_t>(current_()); }
+
+  nanobind::object give_back_, current_, give_back_after_;
+};
+
+// One piece that is out. It goes back when none of its shares is left.
 class PieceLease {
  public:
-  // owner: keeps the window mapped. home: the stream that was current when it was lent; None on the CPU.
-  PieceLease(nanobind::object pieces, nanobind::object owner, uint64_t offset, nanobind::object home);
+  // home: the stream that was current when it was lent.
+  PieceLease(nanobind::object pieces, nanobind::object owner, uint64_t offset, uint64_t home)
+      : pieces_(std::move(pieces)), owner_(std::move(owner)), offset_(offset), home_(home) {}
   ~PieceLease();
   PieceLease(const PieceLease&) = delete;
 
@@ -26,8 +52,7 @@ class PieceLease {
  private:
   const OwnerProcess maker_;
   nanobind::object pieces_, owner_;
-  uint64_t offset_;
-  nanobind::object home_;
+  uint64_t offset_, home_;
 };
 
 // The share of a piece that one storage holds, until it dies or is freed. This object owns the storage's memory.

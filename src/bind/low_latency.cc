@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
-// trip into the core: low_latency_whole.cc makes its results as well.
+// trip into the core: low_latency_plans.cc makes its results as well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -92,7 +92,7 @@ void bind_calls(nb::module_& module) {
 
 void bind_low_latency(nb::module_& module) {
   bind_calls(module);
-  bind_low_latency_whole(module);
+  bind_low_latency_plans(module);
   module.def("cuda_loads_lazily", &cuda_loads_lazily);
   module.attr("PHASE_SEND") = kPhaseSend;
   module.attr("PHASE_RECEIVE") = kPhaseReceive;

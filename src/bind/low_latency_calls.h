@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls of a low-latency form that was planned once: the common part of weft._core.LowLatencyDispatchCalls and
-// LowLatencyDispatch (low_latency_whole.cc). The GIL is not held while they run.
+// Calls of a low-latency form that was planned once: what weft._core.LowLatencyDispatchCalls and LowLatencyDispatchPlan
+// (low_latency_plans.cc) have in common. The GIL is not held while they run.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@
 
 namespace weft {
 
-void bind_low_latency_whole(nanobind::module_& module);
+void bind_low_latency_plans(nanobind::module_& module);
 
 // A call whose rows were sent, until its hook runs.
 template <class Planned, class Memory>

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <tuple>
 #include <utility>
 
 #include "bind/bind.h"
@@ -20,8 +22,8 @@ uint64_t columns_of(const nb::object& tensor) {
   return nb::cast<uint64_t>(tensor.attr("size")(1));
 }
 
-nb::object leased(const Receiving& by, uint64_t at, bool is_captured) {
-  return is_captured ? nb::none() : nb::object(by.pieces.attr("lend")(by.buffer, at));
+nb::object leased(const HighThroughput& by, uint64_t at, bool is_captured) {
+  return is_captured ? nb::none() : Pieces::lend(by.pieces, by.buffer, at);
 }
 
 }  // namespace
@@ -29,13 +31,6 @@ nb::object leased(const Receiving& by, uint64_t at, bool is_captured) {
 CallOrder order_of(const Order& order) {
   const auto& [stream, after, waits, joins] = order;
   return {pointer<void>(stream), pointer<void>(after), waits, joins};
-}
-
-MoreRoom more_room_by(nb::handle reclaim) {
-  return [reclaim] {
-    const nb::gil_scoped_acquire held;
-    return nb::cast<bool>(reclaim());
-  };
 }
 
 DispatchTensors SentRows::tensors() const {
@@ -49,10 +44,10 @@ DispatchTensors SentRows::tensors() const {
           pointer<void>(address_of(topk_idx)), pointer<float>(address_of(topk_weights))};
 }
 
-ReceivedRows::ReceivedRows(nb::object receiving, const Received& received, SentRows sent, uint64_t num_rows)
-    : by_(std::move(receiving)), at_(received), sent_(std::move(sent)), num_rows_(num_rows) {
-  rows_lease_ = leased(by(), at_.rows_at, at_.is_captured);
-  meta_lease_ = at_.is_one_piece ? rows_lease_ : leased(by(), at_.meta_at, at_.is_captured);
+ReceivedRows::ReceivedRows(nb::object by, const Received& received, SentRows sent, uint64_t num_rows)
+    : by_(std::move(by)), at_(received), sent_(std::move(sent)), num_rows_(num_rows) {
+  rows_lease_ = leased(this->by(), at_.rows_at, at_.is_captured);
+  meta_lease_ = at_.is_one_piece ? rows_lease_ : leased(this->by(), at_.meta_at, at_.is_captured);
 }
 
 nb::object ReceivedRows::rows() {
@@ -95,17 +90,17 @@ const nb::object& ReceivedRows::column(Made& kept, uint64_t offset) {
 
 nb::object ReceivedRows::made(const nb::object& lease, uint64_t at, const Shape& shape,
                               const nb::object& dtype, bool may_stay) const {
-  const nb::object sizes =
-      shape.is_matrix ? nb::make_tuple(shape.rows, shape.columns) : nb::make_tuple(shape.rows);
   const uint64_t elements = shape.rows * shape.columns;
-  if (elements == 0) return by().empty(sizes, dtype);
+  if (elements == 0) return copied(at, 0, shape, dtype);
   PyObject* const exchanged = PyDict_GetItemWithError(by().exchanged.ptr(), dtype.ptr());
   const auto [code, bits] = exchanged ? nb::cast<std::tuple<uint8_t, uint8_t>>(nb::handle(exchanged))
                                       : std::tuple<uint8_t, uint8_t>{};
   const uint64_t bytes = elements * (exchanged ? bits / 8 : nb::cast<uint64_t>(dtype.attr("itemsize")));
-  if (is_host() && !(exchanged && may_stay && stays_on_host(bytes))) return copied(at, bytes, sizes, dtype);
+  if (is_host() && !(exchanged && may_stay && stays_on_host(bytes))) return copied(at, bytes, shape, dtype);
   if (exchanged) return in_place(lease, at, shape, code, bits);
   const Shape words{(bytes + 3) / 4, 1, false};
+  const nb::object sizes =
+      shape.is_matrix ? nb::make_tuple(shape.rows, shape.columns) : nb::make_tuple(shape.rows);
   return by().retyped(in_place(lease, at, words, static_cast<uint8_t>(nb::dlpack::dtype_code::Int), 32),
                       sizes, dtype);
 }
@@ -116,10 +111,11 @@ bool ReceivedRows::stays_on_host(uint64_t bytes) const {
   return bytes >= by().large_bytes && std::max(bytes, core.most_rows_bytes()) <= core.largest_piece();
 }
 
-nb::object ReceivedRows::copied(uint64_t at, uint64_t bytes, const nb::object& shape,
+nb::object ReceivedRows::copied(uint64_t at, uint64_t bytes, const Shape& shape,
                                 const nb::object& dtype) const {
-  nb::object copy = by().empty(shape, dtype);
-  std::memcpy(pointer<void>(address_of(copy)), by().core().window().local() + at, bytes);
+  const uint64_t sizes[] = {shape.rows, shape.columns};
+  nb::object copy = by().tensors().empty(std::span(sizes, shape.axes()), dtype);
+  if (bytes > 0) std::memcpy(pointer<void>(address_of(copy)), by().core().window().local() + at, bytes);
   return copy;
 }
 
@@ -132,7 +128,7 @@ nb::object ReceivedRows::in_place(const nb::object& lease, uint64_t at, const Sh
   const size_t sizes[] = {shape.rows, shape.columns};
   PieceShare* const share = lease.is_none() ? nullptr : new PieceShare(lease);
   const nb::object owner = share ? nb::cast(share, nb::rv_policy::take_ownership) : by().buffer;
-  const nb::ndarray<> array(begin, shape.is_matrix ? 2 : 1, sizes, owner, nullptr, {code, bits, 1}, kind,
+  const nb::ndarray<> array(begin, shape.axes(), sizes, owner, nullptr, {code, bits, 1}, kind,
                             device.ordinal);
   nb::object tensor = by().from_capsule(array);
   if (share)
@@ -141,35 +137,22 @@ nb::object ReceivedRows::in_place(const nb::object& lease, uint64_t at, const Sh
 }
 
 void bind_received(nb::module_& module) {
-  nb::class_<Receiving>(module, "Receiving", "What the dispatches of one device have in common.")
+  nb::class_<HighThroughput>(module, "HighThroughput",
+                             "What the high-throughput calls of one device have in common.")
       .def(
           "__init__",
-          [](Receiving* self, nb::object buffer, nb::object device, nb::object pieces,
-             nb::object from_capsule, nb::object empty, nb::object retyped, nb::dict exchanged,
-             nb::object int32, nb::object with_global_scale, uint64_t large_bytes) {
-            new (self) Receiving{buffer,  device,    pieces, from_capsule,      empty,
-                                 retyped, exchanged, int32,  with_global_scale, large_bytes};
+          [](HighThroughput* self, nb::object buffer, nb::object device, nb::object pieces,
+             nb::object allocator, nb::object host_allocator, nb::object from_capsule, nb::object retyped,
+             nb::dict exchanged, nb::object int32, nb::object int64, nb::object with_global_scale,
+             uint64_t large_bytes, int64_t group_key, nb::tuple islands) {
+            new (self) HighThroughput{
+                buffer,    device, pieces, allocator,         host_allocator, from_capsule, retyped,
+                exchanged, int32,  int64,  with_global_scale, large_bytes,    group_key,    islands};
           },
-          nb::kw_only(), nb::arg("buffer"), nb::arg("device"), nb::arg("pieces"), nb::arg("from_capsule"),
-          nb::arg("empty"), nb::arg("retyped"), nb::arg("exchanged"), nb::arg("int32"),
-          nb::arg("with_global_scale"), nb::arg("large_bytes"))
-      // Sends rows along the routes of an earlier dispatch.
-      .def(
-          "repeat",
-          [](nb::object self, const RowFormat& format, nb::object x, nb::object scales, nb::object topk_idx,
-             nb::object topk_weights, bool keep_weights, bool has_global_scale, const DispatchHandle& handle,
-             uint32_t num_sms, const Order& order, nb::handle reclaim) {
-            SentRows sent{std::move(x), std::move(scales), std::move(topk_idx), std::move(topk_weights),
-                          has_global_scale};
-            MoeBuffer& core = nb::cast<Receiving&>(self).core();
-            check(core.check_owner());
-            const DispatchCall call{sent.tensors(), format,  handle,          keep_weights,
-                                    true,           num_sms, order_of(order), more_room_by(reclaim)};
-            const Received received = value_or_throw(without_gil([&] { return core.dispatch(call); }));
-            return ReceivedRows(std::move(self), received, std::move(sent), handle.rows);
-          },
-          nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg());
+          nb::kw_only(), nb::arg("buffer"), nb::arg("device"), nb::arg("pieces"), nb::arg("allocator"),
+          nb::arg("host_allocator"), nb::arg("from_capsule"), nb::arg("retyped"), nb::arg("exchanged"),
+          nb::arg("int32"), nb::arg("int64"), nb::arg("with_global_scale"), nb::arg("large_bytes"),
+          nb::arg("group_key"), nb::arg("islands"));
   nb::class_<ReceivedRows>(module, "ReceivedRows", "The results of a dispatch.")
       .def("rows", &ReceivedRows::rows)
       .def("scales", &ReceivedRows::scales)

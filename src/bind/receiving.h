@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.Receiving and ReceivedRows: what a high-throughput dispatch received, as tensors.
+// weft._core.ReceivedRows: what a high-throughput dispatch received, as tensors.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <tuple>
 
+#include "bind/tensor_maker.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
 
@@ -16,24 +17,26 @@ namespace weft {
 using Order = std::tuple<uint64_t, uint64_t, bool, bool>;
 CallOrder order_of(const Order& order);
 
-// DeviceContext.reclaim_waiting.
-MoreRoom more_room_by(nanobind::handle reclaim);
-
-// The common state of the dispatches of one device. It holds no reference to the DeviceContext, which holds this.
-struct Receiving {
-  nanobind::object buffer;        // a MoeBuffer
-  nanobind::object device;        // torch's
-  nanobind::object pieces;        // WindowPieces or HostPieces
-  nanobind::object from_capsule;  // a DLPack capsule becomes a tensor
-  nanobind::object empty;         // (shape, dtype) -> a tensor for the stream that is current
+// What the high-throughput calls of one device have in common: weft._core.HighThroughput. It keeps no DeviceContext, which
+// keeps this.
+struct HighThroughput {
+  nanobind::object buffer;          // a MoeBuffer
+  nanobind::object device;          // torch's
+  nanobind::object pieces;          // a Pieces
+  nanobind::object allocator;       // an Allocator of the device
+  nanobind::object host_allocator;  // and one of the CPU
+  nanobind::object from_capsule;    // a DLPack capsule becomes a tensor
   // (i32[words] in a piece, shape, dtype) -> a tensor there, of a type that DLPack lacks.
   nanobind::object retyped;
   nanobind::object exchanged;          // {dtype: (code, bits) in DLPack}
-  nanobind::object int32;              // torch's dtype
+  nanobind::object int32, int64;       // torch's dtypes
   nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
   uint64_t large_bytes;                // on the CPU smaller rows are copied
+  int64_t group_key;                   // of handles
+  nanobind::object islands;
 
   MoeBuffer& core() const { return nanobind::cast<MoeBuffer&>(buffer); }
+  const Allocator& tensors() const { return nanobind::cast<const Allocator&>(allocator); }
 };
 
 // The caller's tensors that a dispatch sends; None where they are left out.
@@ -49,7 +52,7 @@ struct SentRows {
 // is made once, as no two storages may begin at one address.
 class ReceivedRows {
  public:
-  // by: a Receiving.
+  // by: a HighThroughput.
   ReceivedRows(nanobind::object by, const Received& received, SentRows sent, uint64_t num_rows);
 
   // Rows [N, hidden].
@@ -71,18 +74,18 @@ class ReceivedRows {
   struct Shape {
     uint64_t rows, columns;
     bool is_matrix;
+    size_t axes() const { return is_matrix ? 2 : 1; }
   };
   using Made = nanobind::object;
 
-  const Receiving& by() const { return nanobind::cast<const Receiving&>(by_); }
+  const HighThroughput& by() const { return nanobind::cast<const HighThroughput&>(by_); }
   bool is_host() const { return by().core().communicator()->device().is_host(); }
   // A result of the shape and type of a tensor that was sent, if it was.
   const Made& like(Made& kept, const nanobind::object& sent, bool is_row, uint64_t offset);
   const Made& column(Made& kept, uint64_t offset);
   Made made(const nanobind::object& lease, uint64_t at, const Shape& shape, const nanobind::object& dtype,
             bool may_stay) const;
-  Made copied(uint64_t at, uint64_t bytes, const nanobind::object& shape,
-              const nanobind::object& dtype) const;
+  Made copied(uint64_t at, uint64_t bytes, const Shape& shape, const nanobind::object& dtype) const;
   Made in_place(const nanobind::object& lease, uint64_t at, const Shape& shape, uint8_t code,
                 uint8_t bits) const;
   bool stays_on_host(uint64_t bytes) const;
@@ -96,6 +99,5 @@ class ReceivedRows {
 };
 
 void bind_received(nanobind::module_& module);
-void bind_dispatch_form(nanobind::module_& module);
 
 }  // namespace weft

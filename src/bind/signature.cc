@@ -24,6 +24,18 @@ nb::bytes signature_of(nb::tuple tensors, nb::args options) {
   return signature.bytes();
 }
 
+// Returns None for a call that has to be checked.
+nb::object find_plan(nb::dict plans, nb::tuple tensors, nb::args options) {
+  Signature signature;
+  TensorAddress unused;
+  for (nb::handle value : tensors)
+    if (!signature.add_tensor(value, unused)) return nb::none();
+  for (nb::handle value : options)
+    if (!signature.add_option(value)) return nb::none();
+  nb::object plan = signature.found_in(plans);
+  return plan.is_valid() ? plan : nb::none();
+}
+
 }  // namespace
 
 bool Signature::add(const void* from, size_t bytes) {
@@ -70,6 +82,12 @@ bool Signature::add_option(nb::handle value) {
       if (!add_option(each)) return false;
     return add(')');
   }
+  if (PyUnicode_CheckExact(value.ptr())) {
+    Py_ssize_t bytes = 0;
+    const char* const text = PyUnicode_AsUTF8AndSize(value.ptr(), &bytes);
+    if (!text) PyErr_Clear();  // of what has no UTF-8
+    return text && add('s') && add(bytes) && add(text, static_cast<size_t>(bytes));
+  }
   if (!PyBytes_CheckExact(value.ptr())) return false;
   const nb::bytes text = nb::borrow<nb::bytes>(value);
   return add('b') && add(text.size()) && add(text.c_str(), text.size());
@@ -83,6 +101,7 @@ nb::object Signature::found_in(nb::handle plans) const {
 
 void bind_signature(nb::module_& module) {
   module.def("signature_of", &signature_of, nb::arg("tensors"), nb::arg("options"));
+  module.def("find_plan", &find_plan, nb::arg("plans"), nb::arg("tensors"), nb::arg("options"));
 }
 
 }  // namespace weft

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.TensorMaker makes the outputs of calls of one form, by two functions of torch:
-// weft/runtime/allocation.py, OutputMaker. Outputs is such a maker as the core calls it.
+// Uninitialised tensors, made by functions of torch that take no function of Python: weft/runtime/allocation.py finds them.
+//   const nb::object rows = allocator.empty({tokens, hidden}, dtype);   // one tensor, row-major
+//   nb::object results[3];
+//   maker.make(results);                                                // all that the calls of one signature fill
+// weft._core.Allocator is of one device, and weft._core.TensorMaker of one signature.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -14,64 +19,99 @@
 
 namespace weft {
 
+class Allocator {
+ public:
+  // Of torch, for a shape, strides in elements, and a dtype.
+  struct Functions {
+    nanobind::object empty;           // (shape, strides, dtype) -> a tensor of the device that is current
+    nanobind::object part;            // (tensor, shape, strides, offset) -> one of the same memory, no view
+    nanobind::object current_device;  // () -> the number of the device that is current; None on the CPU
+    nanobind::object elsewhere;       // as empty(), where another device is current
+    nanobind::object large;           // as empty(), for tensors of large_bytes or more; None: as the others
+  };
+  // device: its number; None on the CPU.
+  Allocator(Functions torch, nanobind::object device, uint64_t large_bytes);
+
+  nanobind::object empty(std::span<const uint64_t> shape, const nanobind::object& dtype) const;
+  // Some elements of a tensor, from element `offset` on.
+  nanobind::object part(const nanobind::object& tensor, std::span<const uint64_t> shape,
+                        std::span<const uint64_t> strides, uint64_t offset) const;
+
+ private:
+  friend class TensorMaker;
+  bool is_large(const nanobind::tuple& shape, const nanobind::object& dtype) const;
+  nanobind::handle small() const;  // what makes small tensors now
+
+  Functions torch_;
+  nanobind::object device_;
+  uint64_t large_bytes_;
+};
+
 class TensorMaker {
  public:
-  // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory.
-  // memory: a place among `count` results and empty()'s arguments, for each piece of memory.
+  // memory: a place among `count` results and (shape, strides, dtype), for each piece of memory.
   // parts: a place, a shape, strides and an offset in elements of the last piece, which may have no place of its own.
-  // empty() makes tensors of the current device: where current_device(), unless it is None, returns another one than
-  // `device`, otherwise() makes them.
-  TensorMaker(nanobind::object empty, nanobind::object part, size_t count, nanobind::list memory,
-              nanobind::list parts, nanobind::object current_device, nanobind::object device,
-              nanobind::object otherwise);
+  TensorMaker(nanobind::object allocator, size_t count, nanobind::list memory, nanobind::list parts);
 
-  size_t count() const { return count_; }
-  // results: of count() places, None for those that have no tensor.
-  void make(nanobind::object* results) const;
+  // results: None for those that have no tensor.
+  template <size_t count>
+  void make(nanobind::object (&results)[count]) const {
+    expect(count);
+    for (nanobind::object& result : results) result = nanobind::none();
+    make_each([&](size_t place, nanobind::object value) { results[place] = std::move(value); });
+  }
   nanobind::list list() const;
 
  private:
   struct Piece {
     size_t place;
     nanobind::tuple arguments;
+    bool is_large;
   };
   struct Part {
     size_t place;
     nanobind::object shape, strides, offset;
   };
 
-  bool is_elsewhere() const;  // whether another device than that of the results is the current one
+  void expect(size_t count) const;
   // set(place, tensor) for each of them.
   template <class Set>
-  void make_each(const Set& set) const;
+  void make_each(const Set& set) const {
+    const nanobind::handle small = by_->small();
+    nanobind::object last;
+    for (const Piece& piece : memory_) {
+      const nanobind::handle function = piece.is_large ? nanobind::handle(by_->torch_.large) : small;
+      last = made(PyObject_Call(function.ptr(), piece.arguments.ptr(), nullptr));
+      if (piece.place < count_) set(piece.place, last);
+    }
+    for (const Part& part : parts_) {
+      PyObject* const arguments[] = {last.ptr(), part.shape.ptr(), part.strides.ptr(), part.offset.ptr()};
+      set(part.place, made(PyObject_Vectorcall(by_->torch_.part.ptr(), arguments, 4, nullptr)));
+    }
+  }
 
-  nanobind::object empty_, part_;
+  nanobind::object allocator_;
+  const Allocator* by_;
   size_t count_;
-  nanobind::object current_device_, device_, otherwise_;
   std::vector<Piece> memory_;
   std::vector<Part> parts_;
 };
 
-template <size_t count>
+// What the calls of one signature fill.
 class Outputs {
  public:
-  // make: what OutputMaker.shortest() returns.
-  explicit Outputs(nanobind::object make) : make_(std::move(make)) {
-    if (nanobind::isinstance<TensorMaker>(make_)) maker_ = nanobind::inst_ptr<TensorMaker>(make_);
-  }
+  // make: a TensorMaker.
+  explicit Outputs(nanobind::object make)
+      : kept_(std::move(make)), maker_(&nanobind::cast<const TensorMaker&>(kept_)) {}
 
+  template <size_t count>
   void make(nanobind::object (&results)[count]) const {
-    if (maker_ != nullptr && maker_->count() == count) return maker_->make(results);
-    take(make_(), results);
-  }
-  static void take(const nanobind::object& list, nanobind::object (&results)[count]) {
-    for (size_t i = 0; i < count; ++i)
-      results[i] = made(PySequence_GetItem(list.ptr(), static_cast<Py_ssize_t>(i)));
+    maker_->make(results);
   }
 
  private:
-  nanobind::object make_;
-  const TensorMaker* maker_ = nullptr;  // what make_ is, where it is one
+  nanobind::object kept_;
+  const TensorMaker* maker_;
 };
 
 }  // namespace weft

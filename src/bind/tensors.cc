@@ -153,17 +153,6 @@ TensorAddress address_of(nb::handle tensor) {
   return address;
 }
 
-nb::bytes addresses_of(nb::handle tensors) {
-  std::string places;
-  places.reserve(64);
-  for (nb::handle value : tensors) {
-    TensorAddress at;
-    if (!read_address(value.ptr(), at)) at.value = 0;
-    places.append(reinterpret_cast<const char*>(&at.value), sizeof at.value);
-  }
-  return nb::bytes(places.data(), places.size());
-}
-
 nb::object made(PyObject* object) {
   if (!object) throw nb::python_error();
   return nb::steal(object);
@@ -174,9 +163,17 @@ nb::object bare(const nb::object& type, Py_ssize_t items) {
   return made(reinterpret_cast<allocfunc>(PyType_GetSlot(of, Py_tp_alloc))(of, items));
 }
 
+nb::object handle_of(const nb::object& type, const nb::object& state, std::span<const nb::handle> entries) {
+  static PyObject* const name = PyUnicode_InternFromString("state");
+  const nb::object handle = bare(type, static_cast<Py_ssize_t>(entries.size()));
+  Py_ssize_t place = 0;
+  for (nb::handle entry : entries) PyTuple_SetItem(handle.ptr(), place++, nb::borrow(entry).release().ptr());
+  if (PyObject_SetAttr(handle.ptr(), name, state.ptr()) != 0) throw nb::python_error();
+  return handle;
+}
+
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
-  module.def("addresses", [](nb::args values) { return addresses_of(values); });
   module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
 }
 

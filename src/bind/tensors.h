@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <span>
+
 namespace nanobind::dlpack {
 struct dltensor;
 }
@@ -36,14 +38,14 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept;
 // The same; throws where the address cannot be read.
 TensorAddress address_of(nanobind::handle tensor);
 
-// Where each of a tuple's tensors begins, 8 bytes for each: other bytes once one has moved, or its memory is gone.
-nanobind::bytes addresses_of(nanobind::handle tensors);
-
 // A new reference of Python's; throws what it raised where that is null.
 nanobind::object made(PyObject* object);
 
 // An object of a class of Python whose constructor is not called: of a tuple, with room for so many items.
 nanobind::object bare(const nanobind::object& type, Py_ssize_t items);
+// A handle: a tuple of the type, with these entries and the attribute `state`.
+nanobind::object handle_of(const nanobind::object& type, const nanobind::object& state,
+                           std::span<const nanobind::handle> entries);
 
 }  // namespace weft
 

@@ -256,30 +256,30 @@ Status MoeBuffer::layout(const LayoutArgs& call, void* stream) {
 }
 
 Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
-  const CallFacts facts{call.handle.staging_rows * call.format.row_bytes, call.handle.tokens};
+  const CallFacts facts{call.routes.staging_rows * call.format.row_bytes, call.routes.tokens};
   auto received = with_room(
       call.more_room,
       [&] { return tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); }); },
       [&] { return refuse(call); });
-  if (received.ok()) count_rows(call.handle, false, call.format.row_bytes);
+  if (received.ok()) count_rows(call.routes, false, call.format.row_bytes);
   return received;
 }
 
 Status MoeBuffer::combine(const CombineCall& call) {
-  const CallFacts facts{call.handle.staging_rows * call.row_bytes, call.handle.tokens};
+  const CallFacts facts{call.routes.staging_rows * call.row_bytes, call.routes.tokens};
   const Status status = with_room(
       call.more_room, [&] { return tally_.count(combines_, facts, [&] { return run_combine(call); }); },
       [&] { return refuse(call); });
-  if (status.ok()) count_rows(call.handle, true, call.row_bytes);
+  if (status.ok()) count_rows(call.routes, true, call.row_bytes);
   return status;
 }
 
 // A GPU has the counts where the host cannot look without waiting.
-void MoeBuffer::count_rows(const DispatchHandle& handle, bool comes_back, uint64_t row_bytes) {
+void MoeBuffer::count_rows(const DispatchRoutes& routes, bool comes_back, uint64_t row_bytes) {
   if (!comm_->device().is_host()) return;
   const int ranks = comm_->size(), self = comm_->rank();
   if (levels_) {
-    for (const auto& [peer, rows] : levels_->rows_sent(handle.memory, handle.tokens, comes_back))
+    for (const auto& [peer, rows] : levels_->rows_sent(routes.memory, routes.tokens, comes_back))
       tally_.sent_to(peer, rows * row_bytes);
     return;
   }
@@ -287,7 +287,7 @@ void MoeBuffer::count_rows(const DispatchHandle& handle, bool comes_back, uint64
     if (peer == self) continue;
     const int from = comes_back ? peer : self, to = comes_back ? self : peer;
     tally_.sent_to(static_cast<size_t>(peer),
-                   rows_between(handle.memory.prefix, ranks, from, to) * row_bytes);
+                   rows_between(routes.memory.prefix, ranks, from, to) * row_bytes);
   }
 }
 
@@ -313,12 +313,12 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
 
 Result<Received> MoeBuffer::send_rows(const DispatchCall& call, const Place& place) {
   const RowFormat& format = call.format;
-  const DispatchHandle& handle = call.handle;
+  const DispatchRoutes& routes = call.routes;
   Received received{};
   received.is_captured = place.is_captured;
   received.layout =
-      receive_layout(handle.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, format.combine_row_bytes, format.top_k),
+      receive_layout(routes.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  WEFT_TRY(ensure_staging(staging_bytes_of(routes.staging_rows, format.combine_row_bytes, format.top_k),
                           "dispatch"));
   WEFT_TRY(take_pieces(call, received));
   const Status started = start_rows(call, received, place);
@@ -343,21 +343,21 @@ Status MoeBuffer::refuse(const CombineCall& call) {
 
 Status MoeBuffer::start_rows(const DispatchCall& call, const Received& received, const Place& place) {
   const RowFormat& format = call.format;
-  const DispatchHandle& handle = call.handle;
-  DispatchArgs args{control(control_.dispatch_state), handle.memory, call};
-  args.tokens = handle.tokens;
+  const DispatchRoutes& routes = call.routes;
+  DispatchArgs args{control(control_.dispatch_state), routes.memory, call};
+  args.tokens = routes.tokens;
   // The report of another dispatch, or none yet, says nothing about this handle, which may be of another buffer.
-  const bool is_reported = handle.counts_unknown && handle.id == unawaited_handle_;
+  const bool is_reported = routes.counts_unknown && routes.id == unawaited_handle_;
   args.report = is_reported ? unawaited_report() : nullptr;
   args.mine = {
       received.rows_at, received.meta_at,
-      handle.rows,      handle.id,
+      routes.rows,      routes.id,
       format.row_bytes, row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0),
       lacking_.bytes,   lacking_.free_bytes};
-  args.experts = handle.experts;
-  args.experts_per_rank = experts_per_rank(handle.experts);
+  args.experts = routes.experts;
+  args.experts_per_rank = experts_per_rank(routes.experts);
   args.id_bytes = format.id_bytes;
-  args.fill_tail = handle.counts_unknown ? 1 : 0;
+  args.fill_tail = routes.counts_unknown ? 1 : 0;
   args.keep_weights = call.keep_weights ? 1 : 0;
   const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
@@ -373,19 +373,19 @@ Status MoeBuffer::run_combine(const CombineCall& call) {
 }
 
 Status MoeBuffer::send_sums(const CombineCall& call, void* stream) {
-  WEFT_TRY(ensure_staging(staging_bytes_of(call.handle.staging_rows, call.row_bytes, call.top_k), "combine"));
+  WEFT_TRY(ensure_staging(staging_bytes_of(call.routes.staging_rows, call.row_bytes, call.top_k), "combine"));
   return start_sums(call, stream);
 }
 
 Status MoeBuffer::start_sums(const CombineCall& call, void* stream) {
-  const DispatchHandle& handle = call.handle;
-  CombineArgs args{control(control_.combine_state), handle.memory, call};
-  args.tokens = handle.tokens;
-  args.mine = {staging_at_,         staging_at_ + round_up(handle.staging_rows * call.row_bytes, 16),
-               handle.staging_rows, handle.id,
+  const DispatchRoutes& routes = call.routes;
+  CombineArgs args{control(control_.combine_state), routes.memory, call};
+  args.tokens = routes.tokens;
+  args.mine = {staging_at_,         staging_at_ + round_up(routes.staging_rows * call.row_bytes, 16),
+               routes.staging_rows, routes.id,
                call.row_bytes,      row_extras(0, call.top_k, 0),
                lacking_.bytes,      lacking_.free_bytes};
-  if (comm_->device().is_host()) prefer_huge_pages(call.combined, handle.tokens * call.row_bytes);
+  if (comm_->device().is_host()) prefer_huge_pages(call.combined, routes.tokens * call.row_bytes);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   const GridPlan grid = plan_combine(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
   args = in_roles(args, grid);

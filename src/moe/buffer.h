@@ -53,8 +53,8 @@ struct HandleMemory : RoutePlaces {
   int32_t* records = nullptr;
 };
 
-// All that repeats and combines of a dispatch go by.
-struct DispatchHandle {
+// The routes of a dispatch: all that repeats and combines of it go by.
+struct DispatchRoutes {
   HandleMemory memory;
   uint64_t id;  // names this dispatch on all ranks: see handle_id.h
   uint32_t tokens;
@@ -85,7 +85,7 @@ struct NotifyCall : NotifyTensors {
 };
 
 struct Notified {
-  uint64_t handle_id = 0;      // DispatchHandle::id
+  uint64_t handle_id = 0;      // DispatchRoutes::id
   uint64_t received_rows = 0;  // these only where the host waited for counts
   uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a hub adds
   std::vector<int32_t> tokens_per_local_expert;
@@ -96,7 +96,7 @@ using MoreRoom = std::function<bool()>;
 
 struct DispatchCall : DispatchTensors {
   RowFormat format;
-  DispatchHandle handle;
+  DispatchRoutes routes;
   bool keep_weights;  // also those of slots whose expert is elsewhere
   bool is_one_piece;  // rows and the rest in one piece, where there is room for one
   uint32_t num_sms;
@@ -128,7 +128,7 @@ struct NewDispatchCall {
 
 struct Dispatched {
   Received received;
-  DispatchHandle handle;
+  DispatchRoutes routes;
   std::vector<int32_t> tokens_per_local_expert;  // empty with worst_rows
 };
 
@@ -136,7 +136,7 @@ struct CombineCall : CombineTensors {
   uint32_t row_bytes;
   uint32_t top_k;
   int64_t element;  // kElementBf16 or kElementFp32
-  DispatchHandle handle;
+  DispatchRoutes routes;
   uint32_t num_sms;
   CallOrder order;
   MoreRoom more_room = {};
@@ -254,11 +254,11 @@ class MoeBuffer {
   Status check_layout_of(const NewDispatchCall& call) const;
   Result<Notified> notify(const NotifyCall& call);
   Result<Notified> run_notify(const NotifyCall& call);
-  DispatchHandle handle_of(const NotifyCall& call, const Notified& notified) const;
+  DispatchRoutes routes_of(const NotifyCall& call, const Notified& notified) const;
   Result<Received> run_dispatch(const DispatchCall& call);
   Status run_combine(const CombineCall& call);
   Status run_barrier(const CallOrder& order);
-  void count_rows(const DispatchHandle& handle, bool comes_back, uint64_t row_bytes);
+  void count_rows(const DispatchRoutes& routes, bool comes_back, uint64_t row_bytes);
   CallControl control(uint64_t state) const;
   void prepare(const RowFormat& format);
   // Where ranks do not all map each other: buffer_levels.cc.

@@ -52,28 +52,28 @@ Status MoeBuffer::check_layout_of(const NewDispatchCall& call) const {
 Result<Dispatched> MoeBuffer::dispatch_new(const NewDispatchCall& call) {
   WEFT_TRY(check_layout_of(call));
   WEFT_TRY_ASSIGN(Notified notified, notify(call.counts));
-  DispatchHandle handle = handle_of(call.counts, notified);
+  DispatchRoutes routes = routes_of(call.counts, notified);
   if (levels_) {
-    const uint64_t messages = levels_->most_messages(handle.staging_rows, handle.rows);
-    handle.memory.records =
-        call.new_records(levels_->record_words(messages, handle.memory.sum_place != nullptr));
+    const uint64_t messages = levels_->most_messages(routes.staging_rows, routes.rows);
+    routes.memory.records =
+        call.new_records(levels_->record_words(messages, routes.memory.sum_place != nullptr));
   }
   WEFT_TRY_ASSIGN(const Received received,
-                  dispatch({call.rows, call.counts.format, handle, call.keep_weights, false, call.num_sms,
+                  dispatch({call.rows, call.counts.format, routes, call.keep_weights, false, call.num_sms,
                             call.counts.order, call.more_room}));
-  return Dispatched{received, handle, std::move(notified.tokens_per_local_expert)};
+  return Dispatched{received, routes, std::move(notified.tokens_per_local_expert)};
 }
 
-DispatchHandle MoeBuffer::handle_of(const NotifyCall& call, const Notified& notified) const {
-  DispatchHandle handle{call.memory,         notified.handle_id,     call.tokens,
+DispatchRoutes MoeBuffer::routes_of(const NotifyCall& call, const Notified& notified) const {
+  DispatchRoutes routes{call.memory,         notified.handle_id,     call.tokens,
                         call.experts,        notified.received_rows, notified.sent_rows,
                         call.worst_rows != 0};
-  if (!handle.counts_unknown) return handle;
+  if (!routes.counts_unknown) return routes;
   const uint32_t top_k = call.format.top_k;
   const uint64_t most_sent_rows = uint64_t{call.tokens} * (top_k ? std::min(ranks(), top_k) : ranks());
-  handle.rows = call.worst_rows;
-  handle.staging_rows = most_staging_rows(call.worst_rows, most_sent_rows, call.most_tokens);
-  return handle;
+  routes.rows = call.worst_rows;
+  routes.staging_rows = most_staging_rows(call.worst_rows, most_sent_rows, call.most_tokens);
+  return routes;
 }
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {

@@ -37,8 +37,8 @@ Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCal
   const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->islands(), levels_->batches(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
   auto both = in_batches<TwoLevelDispatchArgs>(args, plan);
-  levels_->complete(both, *window_, call.handle.memory, call.handle.tokens);
-  both.routes.most_messages = levels_->most_messages(call.handle.staging_rows, call.handle.rows);
+  levels_->complete(both, *window_, call.routes.memory, call.routes.tokens);
+  both.routes.most_messages = levels_->most_messages(call.routes.staging_rows, call.routes.rows);
   return launch(&two_level_dispatch_key, plan.grid, &both, sizeof(both), shape, stream);
 }
 
@@ -46,7 +46,7 @@ Status MoeBuffer::combine_on_levels(const CombineArgs& args, const CombineCall& 
   const TwoLevelGrid plan =
       plan_two_level_combine(levels_->islands(), levels_->batches(), call.num_sms, limits_);
   auto both = in_batches<TwoLevelCombineArgs>(args, plan);
-  levels_->complete(both, *window_, call.handle.memory, call.handle.tokens);
+  levels_->complete(both, *window_, call.routes.memory, call.routes.tokens);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   return launch(&two_level_combine_key, plan.grid, &both, sizeof(both), shape, stream);
 }

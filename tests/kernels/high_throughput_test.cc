@@ -102,7 +102,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     Result<Dispatched> came = buffer.dispatch_new({counts, rows, false, 0, {}, new_records});
     ASSERT_EQ(came.status().message(), "");
     const Received* received = &came->received;
-    check_received(buffer, rank, all, came->handle, *received);
+    check_received(buffer, rank, all, came->routes, *received);
 
     const std::byte* meta = buffer.window().local() + received->meta_at;
     ASSERT_EQ(buffer
@@ -115,7 +115,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                             c.row_bytes,
                             c.top_k,
                             kElementBf16,
-                            came->handle,
+                            came->routes,
                             0,
                             {}})
                   .message(),
@@ -138,7 +138,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
   }
 
   void check_received(MoeBuffer& buffer, uint32_t rank, const std::vector<RankData>& all,
-                      const DispatchHandle& handle, const Received& received) {
+                      const DispatchRoutes& routes, const Received& received) {
     const Case& c = GetParam();
     const std::byte* rows = buffer.window().local() + received.rows_at;
     const std::byte* meta = buffer.window().local() + received.meta_at;
@@ -150,7 +150,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     for (const RankData& source : all) {
       for (uint32_t token = 0; token < source.tokens; ++token) {
         if (!goes(source, token, rank)) continue;
-        ASSERT_LT(row, handle.rows);
+        ASSERT_LT(row, routes.rows);
         ASSERT_EQ(std::memcmp(rows + row * c.row_bytes, source.x.data() + uint64_t{token} * c.row_bytes / 2,
                               c.row_bytes),
                   0);
@@ -169,7 +169,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
         ++row;
       }
     }
-    ASSERT_EQ(row, handle.rows);
+    ASSERT_EQ(row, routes.rows);
   }
 
   // Every rank sends its row back as it came: the sum is a multiple of the row.

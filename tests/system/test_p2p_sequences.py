@@ -10,7 +10,7 @@ import torch
 from p2p_checks import Form, check_received, check_sums, exchange, make, results_of, rows_of, sent_of
 
 from weft.errors import Error
-from weft.moe.p2p_kept import Kept
+from weft.moe.p2p_phases import Kept
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from weft import Buffer, Communicator, Window, _core
+from weft import Buffer, Communicator, ElasticBuffer, Window, _core
 from weft.collectives.calls import Collectives
 from weft.collectives.library import build
 from weft.errors import Error
@@ -235,9 +235,18 @@ def _few_moe_steps(rank: Rank) -> None:
         x, ids, weights = _rows(rank.rank, 0)
         received, *_, handle, _ = _dispatch(buffer, x, ids, weights)
         for most, call in (
-            (30, lambda: buffer.get_dispatch_layout(ids, EXPERTS)),
-            (50, lambda: buffer.dispatch(x, handle=handle)),
-            (36, lambda: buffer.combine(received, handle)),
+            (8, lambda: buffer.get_dispatch_layout(ids, EXPERTS)),
+            (14, lambda: _dispatch(buffer, x, ids, weights)),  # with its layout
+            (13, lambda: buffer.dispatch(x, handle=handle)),
+            (10, lambda: buffer.combine(received, handle)),
+        ):
+            call()
+            assert python_calls(call) <= most
+    with ElasticBuffer(rank.group, 1 << 21, num_max_tokens_per_rank=TOKENS, device="cpu") as elastic:
+        received, _, came, handle, _ = elastic.dispatch(x, ids, weights, num_experts=EXPERTS)
+        for most, call in (
+            (16, lambda: elastic.dispatch(x, ids, weights, num_experts=EXPERTS)),
+            (14, lambda: elastic.combine(received, handle, came)),
         ):
             call()
             assert python_calls(call) <= most

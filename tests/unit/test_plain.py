@@ -110,6 +110,7 @@ def test_a_signature_is_of_type_and_shape_not_of_values(signature_of: Callable[.
 def test_a_signature_has_options_with_their_types(signature_of: Callable[..., object]) -> None:
     x = torch.ones(3, 4)
     options = [(), (None,), (0,), (1,), (2,), (-1,), (True,), (False,), (b"",), (b"1",), (b"1", 1), (1, b"1")]
+    options += [("",), ("1",), ("\u00fc",), ("1", 1)]
     options += [((),), ((1,),), ((True,),), ((1, 2),), ((1,), 2), (1, (2,)), (((1,),),)]
     signatures = [signature_of((x,), *given) for given in options]
     assert all(signatures)
@@ -124,6 +125,30 @@ def test_what_is_no_option_has_no_signature(signature_of: Callable[..., object])
     assert not signature_of((torch.ones(3),), (1, [2]))
     assert not plain.signature_of((torch.ones(3),), 1 << 70)
     assert not plain.signature_of((torch.ones(3),), torch.tensor(3))  # of which nothing says the value
+
+
+def test_what_is_no_text_has_no_signature() -> None:
+    assert not plain.signature_of((torch.ones(3),), "\ud800")
+
+
+def test_a_plan_is_found_by_its_signature() -> None:
+    book, x, plan = plain.PlanBook(), torch.ones(3, 4), object()
+    key = (b"call", "sum", 1)
+    assert plain.find_plan(book, (x,), *key) is None
+    assert book.keep(plan, (x,), *key) is plan
+    assert plain.find_plan(book, (torch.zeros(3, 4),), *key) is plan
+    for tensors, others in (
+        ((x,), (b"call", "sum", True)),
+        ((x, None), key),
+        ((x.int(),), key),
+        ((x.t(),), key),
+    ):
+        assert plain.find_plan(book, tensors, *others) is None
+    book.keep(object(), (x.t(),), *key)  # no plain tensor: nobody finds it
+    assert list(book.values()) == [plan]
+    by_python = {plain.signature_by_python((x,), *key): plan}
+    assert plain.find_by_python(by_python, (torch.zeros(3, 4),), *key) is plan
+    assert plain.find_by_python(by_python, (x.t(),), *key) is None
 
 
 def test_the_core_reads_where_torch_describes() -> None:

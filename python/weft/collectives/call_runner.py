@@ -38,7 +38,7 @@ from weft.collectives.values import Chunk
 from weft.collectives.variants import COMPILED, STAGED, Choice
 from weft.errors import Error, invalid, shortened
 from weft.runtime import spans
-from weft.runtime.plain import plain_address
+from weft.runtime.plain import PlanBook, find_plan, plain_address
 from weft.runtime.streams import current_stream
 
 _LARGE_TRANSFER_BYTES = 256 << 10
@@ -92,8 +92,8 @@ class CallRunner:
         self._checks = CallChecks(self.rank, self.size, self.device, self._ordinal)
         self._memory = CallMemory(self.rank, self.size)
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
-        # By signature: what runs such calls, and the elements of their output.
-        self._plans: dict[tuple[Any, ...], tuple[Any, int]] = self._executor.plans if self._executor else {}
+        # What runs calls of a signature, and the elements of their output.
+        self._plans = self._executor.plans if self._executor else PlanBook()
         self._next_sender = 0
 
     @contextlib.contextmanager
@@ -129,39 +129,34 @@ class CallRunner:
 
         op: of a message its tag.
 
-        A plan holds for all calls of a signature, but not what may change beneath it: each time it is asked whether a
-        tensor is an ordinary one on the device with all its memory, and how input and output share theirs.
+        A signature holds all that checks look at but the output. Each time it is asked whether that is an ordinary
+        tensor with all its memory, and how input and output share theirs.
         """
         try:
-            source = plain_address(tensor)
-            target = source
-            between: int | None = 0
-            if out is None:
-                target, between = 0, None
-            elif out is not tensor:
+            target, between = 0, 0 if out is tensor else None
+            if out is not None and out is not tensor:
                 target = plain_address(out)
-                between = overlap(tensor, source, out, target)
-            kind = (tensor.dtype, tensor.shape, tensor.device)
-            known = self._plans.get((collective, op, root, type(root), *kind, between))
-            if known is None or source == 0:
+                between = overlap(tensor, tensor.data_ptr(), out, target)
+            known = find_plan(self._plans, (tensor,), collective, op, root, between)
+            if known is None:
                 return None
             planned, out_elems = known
             if out is None:
                 shape = self._shape_of_out(collective, tensor.shape)
                 out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-                target = out.data_ptr()
             elif out is not tensor and (
-                out.dtype is not tensor.dtype or out.numel() != out_elems or out.device != tensor.device
+                target == 0
+                or out.dtype is not tensor.dtype
+                or out.numel() != out_elems
+                or out.device != tensor.device
             ):
                 return None
         except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             return None
-        if target == 0:
-            return None
         run = planned.run
         if profiler._is_profiler_enabled or spans.NVTX:
             run = spans.around(CALL_NAMES.get(collective, collective), run)
-        run(source, target, self._stream())
+        run(tensor.data_ptr(), out.data_ptr(), self._stream())
         return out
 
     def _keep(
@@ -174,11 +169,8 @@ class CallRunner:
         planned: Any,
     ) -> None:
         """Let _repeat() find a call of these tensors as they are."""
-        if len(self._plans) >= _CACHED_SHAPES:
-            self._plans.clear()
         between = overlap(tensor, tensor.data_ptr(), out, out.data_ptr())
-        signature = (collective, op, root, int, tensor.dtype, tensor.shape, tensor.device, between)
-        self._plans[signature] = (planned, out.numel())
+        self._plans.keep((planned, out.numel()), (tensor,), collective, op, root, between)
 
     def _run(
         self,

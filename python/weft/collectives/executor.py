@@ -28,6 +28,7 @@ from weft.collectives.ir import Algorithm
 from weft.collectives.kept import kept
 from weft.collectives.rows import ELEMENT_BYTES, REDUCTIONS, chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
+from weft.runtime.plain import PlanBook
 
 # Collectives as their callers name them, for messages; those with a root; those with an operation.
 CALL_NAMES = {
@@ -125,7 +126,7 @@ class Executor:
         self._timeout_s = timeout_s or 0.0
         self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
-        self.plans: dict[tuple[Any, ...], Any] = {}  # of plan(), by the owner's key of a call
+        self.plans = PlanBook()  # of plan(), kept by whoever calls it
         self._delays: list[tuple[float, float]] = []
         self._runner = self._new_runner(FIRST_CHANNELS[self._is_cpu])
 

@@ -8,8 +8,8 @@ context = contexts.of("x", x)      # checks that the buffer lives and that the t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from weft.errors import Error, PeerLost, invalid
 from weft.moe import arguments
 from weft.moe.device_context import DeviceContext
 from weft.runtime.communicator import connect, device_name
-
-_Plan = TypeVar("_Plan")
-_MOST_PLANS = 4096
+from weft.runtime.plain import PlanBook
 
 
 class BufferContexts:
@@ -63,8 +61,7 @@ class BufferContexts:
         self._each_alone = each_alone
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, DeviceContext] = {}
-        # Plans of calls that these contexts made, by all that the calls' checks look at.
-        self.plans: dict[Hashable, Any] = {}
+        self.plans = PlanBook()  # of calls on these contexts
         self.main: DeviceContext | None = self._on(self.device)  # None after destroy()
         self.rank = int(self.main.communicator.rank)
         self.size = int(self.main.communicator.size)
@@ -92,14 +89,6 @@ class BufferContexts:
     def _places(self) -> str:
         """Return where tensors may be, for messages: each place once."""
         return "a tensor on cpu" if self.device.type == "cpu" else f"a tensor on {self.device} or cpu"
-
-    def keep(self, signature: Hashable, plan: _Plan) -> _Plan:
-        """Return the plan; calls of that signature find it in ``plans``. An empty one is of no other call."""
-        if signature:
-            if len(self.plans) >= _MOST_PLANS:
-                self.plans.clear()
-            self.plans[signature] = plan
-        return plan
 
     def destroy(self) -> None:
         """Wait for all ranks, then let go of the memory; see Buffer.destroy()."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,20 +24,19 @@ from weft.moe.arguments import describe
 from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import LARGE_BYTES, HostMemory
-from weft.moe.runtime_facts import RuntimeFacts
-from weft.moe.window_pieces import CudaStreams, HostPieces, WindowPieces, watch_torch
+from weft.moe.window_pieces import CudaStreams, WindowPieces, watch_torch
 from weft.runtime.allocation import (
     PART_BYTES,
-    OutputMaker,
-    TensorForm,
-    new_on_cuda,
+    TensorSpec,
+    allocator_on,
     not_a_view,
     strides_in_order,
-    tensor_form,
+    tensor_maker,
 )
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
+RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by where all ranks map each other
 # The stream of a call, and the caller's; whether the first waits for the second, and then the second for the first.
 # A call that does both runs on the caller's, outside of graphs: CallOrder in src/moe/buffer.h.
 Order = tuple[int, int, bool, bool]
@@ -70,13 +68,9 @@ _EXCHANGED_TYPES |= {
 _from_capsule: Any = torch._C._from_dlpack
 
 
-def _new_on_cuda(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return new_on_cuda(tensor_form(shape, dtype), device)
-
-
 def _retyped(words: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on a GPU of a type that DLPack lacks, in the memory of another one. It is no view of that."""
-    part = new_on_cuda(tensor_form((0,), dtype), words.device)
+    part = torch.empty(0, dtype=dtype, device=words.device)
     return part.set_(words.untyped_storage(), 0, shape, strides_in_order(shape))
 
 
@@ -95,7 +89,7 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-class DeviceContext(RuntimeFacts):
+class DeviceContext:
     """The core buffer of one device and what orders work on it.
 
     Args:
@@ -139,7 +133,7 @@ class DeviceContext(RuntimeFacts):
         # Whether the communication stream may have got work that no barrier was ordered after yet.
         self.is_comm_in_use = False
         watch_torch()
-        self._pieces: WindowPieces | HostPieces = (
+        self._pieces: _core.Pieces = (
             WindowPieces(
                 self.core.give_back,
                 self.comm_stream,
@@ -148,21 +142,25 @@ class DeviceContext(RuntimeFacts):
                 self.core.follow,
             )
             if self.is_cuda
-            else HostPieces(self.core.give_back)
+            else _core.Pieces(self.core.give_back, None, None)
         )
-        self._host_memory = HostMemory()
-        # How dispatches make tensors of what they received. It keeps the core, not this.
-        self.receiving = _core.Receiving(
+        self.allocator = allocator_on(device, None if self.is_cuda else HostMemory().strided)
+        # What plans of high-throughput calls go by. It keeps the core, not this.
+        self.high_throughput = _core.HighThroughput(
             buffer=self.core,
             device=device,
             pieces=self._pieces,
+            allocator=self.allocator,
+            host_allocator=allocator_on(torch.device("cpu")),
             from_capsule=_from_capsule,
-            empty=functools.partial(_new_on_cuda, device) if self.is_cuda else self._host_memory.empty,
             retyped=_retyped,
             exchanged=_EXCHANGED_TYPES,
             int32=torch.int32,
+            int64=torch.int64,
             with_global_scale=_with_global_scale,
             large_bytes=LARGE_BYTES,
+            group_key=self.group_key,
+            islands=self.islands,
         )
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -247,7 +245,7 @@ class DeviceContext(RuntimeFacts):
         wait: also those that recorded streams still use.
         Returns whether there were any.
         """
-        if isinstance(self._pieces, HostPieces) or self.is_capturing:
+        if not isinstance(self._pieces, WindowPieces) or self.is_capturing:
             return False
         self.core.reclaim(self.stream)
         return self._pieces.reclaim(wait)
@@ -302,20 +300,13 @@ class DeviceContext(RuntimeFacts):
         """The order of a call between begin() and finish(), which have seen to that."""
         return self.stream, self.current_stream, False, False
 
-    def begin_beside(self, is_beside: bool, previous: EventHandle | None) -> AbstractContextManager[Any]:
-        """Begin a call on the communication stream, or, without ``is_beside``, as one of the current stream's.
+    def beside(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
+        """Begin a call on the communication stream, which ends with finish() and hand_over().
 
-        Returns a context in which all of it goes there: what order_beside() orders, and what is torch's own.
-        One on the communication stream ends with finish() and hand_over().
+        Returns a context in which all of it goes there: what ``as_ordered`` orders, and what is torch's own.
         """
-        if not is_beside:
-            return nullcontext()
         self.begin(previous)
         return self.on_comm_stream()
-
-    def order_beside(self, is_beside: bool) -> Order:
-        """Return how the core is to order a call that begin_beside() began."""
-        return self.as_ordered if is_beside else self.order(None, False)
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
@@ -381,30 +372,18 @@ class DeviceContext(RuntimeFacts):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""
-        if not self.is_cuda:
-            return self._host_memory.empty(shape, dtype)
-        return _new_on_cuda(self.device, shape, dtype)
+        made: torch.Tensor = self.allocator.empty(shape, dtype)
+        return made
 
-    def allocator(
+    def maker(
         self,
-        *forms: TensorForm | None,
+        *specs: TensorSpec | None,
         together: Sequence[int] = (),
         part_bytes: int = PART_BYTES,
         first_is_whole: bool = False,
     ) -> Callable[[], list[Any]]:
-        """Return what makes an uninitialised tensor of each form, None for None, as empty() does.
-
-        together, part_bytes: the places of those that lie in one memory, none of which a caller may free by itself, and
-            what their beginnings are multiples of. first_is_whole: the first of them is all of it.
-        """
-        large = self._large_on_host
-        return OutputMaker(forms, self.device, large, together, part_bytes, first_is_whole).shortest()
-
-    def _large_on_host(self, form: TensorForm) -> torch.Tensor:
-        shape, strides, dtype = form
-        if strides == strides_in_order(shape):
-            return self.empty(*shape, dtype=dtype)
-        return self.empty(math.prod(shape), dtype=dtype).as_strided(shape, strides)
+        """Return what makes an uninitialised tensor of each spec, None for None: tensor_maker() says how."""
+        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_whole)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""
@@ -433,6 +412,39 @@ class DeviceContext(RuntimeFacts):
         if self.is_cuda:
             self.core.follow(self.stream)
             self.comm_stream.synchronize()
+
+    # -- what callers of DeepEP ask: how ranks are grouped, as its formulas count them. None of it is collective. -----
+
+    def is_available(self) -> bool:
+        """Return True: whoever has the object can call it."""
+        return True
+
+    def is_internode_available(self) -> bool:
+        """Return whether the ranks make more than one group."""
+        return self.get_num_rdma_ranks() > 1
+
+    @functools.cached_property
+    def rdma_groups(self) -> tuple[int, ...]:
+        """The group of each rank: where not all map each other, those that do; else eight ranks each."""
+        size = int(self.communicator.size)
+        return self.islands or tuple(rank // RANKS_PER_RDMA_GROUP for rank in range(size))
+
+    def get_num_rdma_ranks(self) -> int:
+        """Return how many groups there are."""
+        return max(self.rdma_groups) + 1
+
+    def get_rdma_rank(self) -> int:
+        """Return the group that this rank is in."""
+        return self.rdma_groups[int(self.communicator.rank)]
+
+    def get_root_rdma_rank(self, global_root: bool) -> int:
+        """Return this rank's place in its group where ``global_root``, else 0."""
+        rank = int(self.communicator.rank)
+        return self.rdma_groups[:rank].count(self.rdma_groups[rank]) if global_root else 0
+
+    def get_local_device_id(self) -> int:
+        """Return the index of the CUDA device; 0 on the CPU."""
+        return self.device.index or 0
 
 
 def _group_key(communicator: Any, islands: tuple[int, ...]) -> int:

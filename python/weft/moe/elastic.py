@@ -12,6 +12,10 @@ M = num_max_tokens_per_rank. It stands on the same context and kernels as ``weft
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -19,43 +23,33 @@ import torch
 from torch import Tensor
 
 from weft.errors import invalid
-from weft.moe import arguments, elastic_rows, high_throughput
+from weft.moe import arguments, elastic_engram, elastic_ring, elastic_rows, elastic_sessions, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import (
-    MAX_ALIGNMENT,
     MAX_BYTES,
     MAX_SMS,
+    align,
     check_flags,
     check_number,
     check_whole,
-    local_experts,
 )
-from weft.moe.device_context import DeviceContext
-from weft.moe.elastic_engram import EngramReads
-from weft.moe.elastic_facts import ElasticFacts
-from weft.moe.elastic_handle import EPHandle, check_fields
+from weft.moe.device_context import DeviceContext, Order
+from weft.moe.elastic_engram import EngramReads, Fetched
+from weft.moe.elastic_handle import EPHandle
+from weft.moe.elastic_plans import ElasticPlans
 from weft.moe.elastic_ring import RingMessages
-from weft.moe.elastic_rows import RepeatPlan, RoutesPlan
-from weft.moe.elastic_sessions import GatherSessions
+from weft.moe.elastic_rows import CachedPlan, RoutesPlan
+from weft.moe.elastic_sessions import GatherSessions, Shapes
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
-from weft.moe.high_throughput import CombinePlan, Payload, rows_and_scales
+from weft.moe.high_throughput import Payload, rows_and_scales
 from weft.runtime.modes import outside_modes
-from weft.runtime.plain import signature_of
 
 _LEAST_TIMEOUT_S = 1e-3
-_FLAGS = (
-    "async_with_compute_stream",
-    "allocate_on_comm_stream",
-    "do_handle_copy",
-    "do_cpu_sync",
-    "do_expand",
-    "do_zero_padding",
-    "use_tma_aligned_col_major_sf",
-)
+_NVLINK_GBS = 400.0  # of one GPU, where the caller does not say
 
 
-class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
+class ElasticBuffer:
     """Dispatch, combine and what goes with them among ranks of one node or several; CPU and CUDA tensors.
 
     Args:
@@ -136,7 +130,12 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             each_alone=not allow_hybrid_mode,
             explicitly_destroy=bool(explicitly_destroy),
         )
-        super().__init__()
+        self._plans = ElasticPlans(
+            self._contexts, self.num_max_tokens_per_rank, bool(allow_multiple_reduction)
+        )
+        self._sessions = GatherSessions(self._contexts)
+        self._ring = RingMessages(self._contexts)
+        self._table = EngramReads(self._contexts)
         self.group = group
         self.rank_idx, self.num_ranks = self._contexts.rank, self._contexts.size
         self.num_bytes = num_bytes or elastic_size_hint(self.num_ranks, *shape)
@@ -145,7 +144,13 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
         self.deterministic = bool(deterministic)
         self.explicitly_destroy = bool(explicitly_destroy)
-        self._find_domains()
+        context = self._contexts.alive()
+        per_node = Counter(facts["node"] for facts in context.communicator.facts)
+        self.num_rdma_ranks, self.num_nvlink_ranks = len(per_node), max(per_node.values())
+        logical = context.logical
+        self.num_scaleout_ranks, self.num_scaleup_ranks = logical.groups, logical.local
+        self.scaleout_rank_idx = logical.group_of[self._contexts.rank]
+        self.scaleup_rank_idx = logical.place_of[self._contexts.rank]
         self.nccl_comm_handle: Any = None
 
     # -- life and facts --------------------------------------------------------------------------------------
@@ -158,8 +163,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back. Raises: weft.Error unless explicitly_destroy."""
         self._contexts.destroy()
-        self._drop_ring()
-        self._drop_table()
+        self._ring.drop()
+        self._table.drop()
 
     def __enter__(self) -> ElasticBuffer:
         return self
@@ -169,8 +174,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     ) -> None:
         """Destroy the buffer, made with ``explicitly_destroy`` or not; after an error without waiting for others."""
         self._contexts.close(is_clean=error is None)
-        self._drop_ring()
-        self._drop_table()
+        self._ring.drop()
+        self._table.drop()
 
     def __repr__(self) -> str:
         return self._contexts.describe("ElasticBuffer", num_bytes=self.num_bytes)
@@ -183,6 +188,65 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     def get_comm_stream(self) -> Any:
         """Return the stream that calls run on; see weft.Buffer."""
         return self._contexts.comm_stream()
+
+    # -- how ranks are spread, and good sizes; none of it is collective ----------------------------------------
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return (nodes, most ranks of one node)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return (scale-out ranks, scale-up ranks): in hybrid mode groups of ranks that map each other, and their size.
+
+        (1, ranks) where all map each other, without hybrid mode, and where groups differ in size.
+        """
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return num_bytes for this shape, a multiple of 2 MiB. Not collective."""
+        return elastic_size_hint(
+            arguments.group_size(group),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+        )
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return how many SMs it takes to fill the links: even, at least 4, 64 unless overlap is preferred.
+
+        The link of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0
+        counts as 400.
+        """
+        check_whole("num_experts", num_experts, 1)
+        check_whole("num_topk", num_topk, 1)
+        links = check_number("nvlink_gbs", nvlink_gbs, 0) or _NVLINK_GBS
+        needed = align(math.ceil(links / check_number("sm_write_gbs", sm_write_gbs, 1)), 2)
+        number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
+        return min(number, self._contexts.alive().num_sms)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return 0 to num_allocated_qps; Weft's proxies use none of them."""
+        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0, MAX_SMS))
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
@@ -243,96 +307,54 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         ids: Any = topk_idx
         weights, stats = topk_weights, cumulative_local_expert_recv_stats
         data, scales = rows_and_scales(x)
-        plan: RoutesPlan | RepeatPlan
+        plan: RoutesPlan | CachedPlan
         if handle is None:
-            plan = self._routes_plan(x, (data, scales, ids, weights, stats), options)
+            plan = self._plans.of_routes(x, (data, scales, ids, weights, stats), options)
         else:
-            plan = self._repeat_plan(x, (data, scales, ids, weights, stats), options)
-            self._check_repeat(handle, plan, data, weights, sizes)
+            plan = self._plans.of_handle(x, (data, scales, ids, weights, stats), options)
+            self._plans.check_repeat(handle, plan, data, weights, sizes)
         context = plan.context
         if context.is_cuda:
             arguments.check_deterministic_fill(context.device)
-        previous = handle_of(previous_event, "previous_event")
-        before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
-        with context.begin_beside(is_beside, previous):
-            order, has_weights = context.order_beside(is_beside), weights is not None
-            if isinstance(plan, RoutesPlan):
-                received, used = plan.run(data, scales, ids, weights, order)
-                elastic_rows.check_weights_alike(received, used, has_weights, self.rank_idx)
-                if stats is not None:
-                    stats += used.num_unaligned_recv_tokens_per_expert
-            else:
-                assert handle is not None
-                received, used = plan.run(data, scales, weights, handle, order), handle
-            context.order_after(before_epilogue)
-            outputs = elastic_rows.outputs(
-                received, used, has_weights, do_zero_padding, use_tma_aligned_col_major_sf
-            )
-            del received
-        if not is_beside:
+        previous = None if previous_event is None else handle_of(previous_event, "previous_event")
+        before_epilogue: EventHandle | None = None
+        if previous_event_before_epilogue is not None:
+            before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
+        given, layout = (data, scales, ids, weights, stats), (do_zero_padding, use_tma_aligned_col_major_sf)
+        if not async_with_compute_stream and previous is None and before_epilogue is None:
+            outputs, used = self._send(plan, given, handle, context.order(None, False), None, layout)
             return (*outputs, used, finished_event())
+        with context.beside(previous):
+            outputs, used = self._send(plan, given, handle, context.as_ordered, before_epilogue, layout)
         event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, used.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
         made = vars(used).values() if isinstance(plan, RoutesPlan) else ()
         context.hand_over([*data_out, *outputs[1:], *(entry for entry in made if isinstance(entry, Tensor))])
         return (*outputs, used, event)
 
-    def _routes_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RoutesPlan:
-        """Return the plan of dispatches along new routes with such arguments. The first of them are checked."""
-        data, scales, topk_idx, topk_weights, stats = tensors
-        signature = signature_of(tensors, b"elastic", isinstance(x, Tensor), *options)
-        plan: RoutesPlan | None = self._contexts.plans.get(signature)
-        if plan is None:
-            context, sms, flags = self._check_alike(x, options)
-            num_experts, max_tokens, expert_alignment, *_ = options
-            most = arguments.MAX_EXPERTS_PER_RANK * self.num_ranks
-            experts = check_whole("num_experts", num_experts, 1, most)
-            ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
-            weights = self._check_weights(topk_weights, ids)
-            self._check_stats(stats, experts, context)
-            at_owner = not self.allow_multiple_reduction and (flags["do_expand"] or context.has_sums_of_nodes)
-            alignment = 1 if expert_alignment is None else expert_alignment
-            wanted = elastic_rows.Wanted(
-                num_experts=experts,
-                num_max_tokens=self._check_max_tokens(max_tokens, data.size(0)),
-                alignment=check_whole("expert_alignment", alignment, 1, MAX_ALIGNMENT),
-                num_sms=sms,
-                do_expand=bool(flags["do_expand"]),
-                sums_at_owner=bool(at_owner),
-                do_handle_copy=bool(flags["do_handle_copy"]),
-                counts_unknown=flags["do_cpu_sync"] is not None and not flags["do_cpu_sync"],
-            )
-            plan = RoutesPlan(context, data, scales, ids, weights, wanted)
-            self._contexts.keep(signature, plan)
-        if not plan.context.is_cuda:
-            arguments.check_expert_ids(topk_idx, plan.wanted.num_experts)
-            if plan.wanted.do_expand:
-                arguments.check_distinct_experts(topk_idx)
-        return plan
-
-    def _repeat_plan(self, x: Payload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> RepeatPlan:
-        """Return the plan of dispatches along routes of a handle, for such arguments. The first of them are checked."""
-        signature = signature_of(tensors, b"elastic, handle", isinstance(x, Tensor), *options)
-        plan: RepeatPlan | None = self._contexts.plans.get(signature)
-        if plan is None:
-            context, sms, flags = self._check_alike(x, options)
-            _, _, topk_idx, _, stats = tensors
-            for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
-                if value is not None:
-                    raise invalid(argument, arguments.describe(value), "None with a handle")
-            plan = self._contexts.keep(signature, RepeatPlan(context, sms, bool(flags["do_expand"])))
-        return plan
-
-    def _check_alike(self, x: Payload, options: tuple[Any, ...]) -> tuple[DeviceContext, int, dict[str, Any]]:
-        """Check what dispatches of both kinds are given. Returns the context, SMs and flags."""
-        context = self._contexts.of("x", x)
-        arguments.check_rows_with_scales(x, "tokens", context.device)
-        *_, num_sms, num_qps, given = options
-        flags = dict(zip(_FLAGS, given, strict=True))
-        check_flags(**flags)
-        check_whole("num_qps", num_qps, 0)
-        return context, check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms, flags
+    def _send(
+        self,
+        plan: RoutesPlan | CachedPlan,
+        tensors: tuple[Any, ...],
+        handle: EPHandle | None,
+        order: Order,
+        before_epilogue: EventHandle | None,
+        layout: tuple[bool, bool],
+    ) -> tuple[tuple[Payload, Tensor | None, Tensor | None], EPHandle]:
+        """Run a checked dispatch on the current stream. Returns rows, ids and weights as laid out, and the handle."""
+        data, scales, ids, weights, stats = tensors
+        has_weights = weights is not None
+        if isinstance(plan, RoutesPlan):
+            received, used = plan.run(data, scales, ids, weights, order)
+            elastic_rows.check_weights_alike(received, used, has_weights, self.rank_idx)
+            if stats is not None:
+                stats += used.num_unaligned_recv_tokens_per_expert
+        else:
+            assert handle is not None
+            received, used = plan.run(data, scales, weights, handle, order), handle
+        if before_epilogue is not None:
+            plan.context.order_after(before_epilogue)
+        return elastic_rows.outputs(received, used, has_weights, *layout), used
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -365,29 +387,15 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             their right-most slots, are added in ascending order, one rounding.
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        plan: CombinePlan | None = self._contexts.plans.get(signature_of((x,), b"combine"))
-        context = self._contexts.of("x", x) if plan is None else plan.context
-        state = context.check_handle(handle, EPHandle, "dispatch")
-        check_fields(handle, context.device)
-        num_rows = handle.num_expanded_tokens if handle.do_expand else state.num_rows
-        if plan is None or plan.num_rows != num_rows:
-            x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
-        biases: tuple[Tensor, ...] = ()
-        if bias is not None:
-            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
-        if topk_weights is not None:
-            if handle.sums_at_owner and handle.do_expand:
-                raise invalid("topk_weights", "weights", "None, as allow_multiple_reduction is False")
-            shape = (num_rows,) if handle.do_expand else (num_rows, handle.topk_idx.size(1))
-            arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), context.device)
-        previous = handle_of(previous_event, "previous_event")
-        before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        check_flags(
-            async_with_compute_stream=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
+        flags = (async_with_compute_stream, allocate_on_comm_stream)
+        context, x, biases, num_sms = self._plans.check_combine(
+            x, handle, topk_weights, bias, num_sms, num_qps, flags
         )
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
-        check_whole("num_qps", num_qps, 0)
+        state = handle.state
+        previous = None if previous_event is None else handle_of(previous_event, "previous_event")
+        before_epilogue: EventHandle | None = None
+        if previous_event_before_epilogue is not None:
+            before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
         if context.is_cuda:
             arguments.check_deterministic_fill(context.device)
         if context.lacks_room_for(state):
@@ -395,66 +403,179 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             slots = top_k if handle.sums_at_owner else 1
             row_format = high_throughput.combined_format(x, 0 if topk_weights is None else top_k, slots)
             context.make_room_for(state, row_format, 0)
-        is_beside = bool(async_with_compute_stream) or previous is not None or before_epilogue is not None
-        with context.begin_beside(is_beside, previous):
-            combined, weights = elastic_rows.combine(
-                context, self._combine_plan, x, topk_weights, biases, handle, before_epilogue, sms, is_beside
-            )
-        if not is_beside:
+        given = (
+            self._plans.of_combine,
+            x,
+            topk_weights,
+            biases,
+            handle,
+            before_epilogue,
+            num_sms or handle.num_sms,
+        )
+        if not async_with_compute_stream and previous is None and before_epilogue is None:
+            combined, weights = elastic_rows.combine(*given, context.order(None, False))
             return combined, weights, finished_event()
+        with context.beside(previous):
+            combined, weights = elastic_rows.combine(*given, context.as_ordered)
         event = context.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
         context.hand_over([combined, weights])
         return combined, weights, event
 
-    def _combine_plan(self, rows: Tensor) -> CombinePlan:
-        """Return the plan of combines of such rows, bf16 and checked, or made here."""
-        signature = signature_of((rows,), b"combine")
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
-        return plan or self._contexts.keep(signature, CombinePlan(self._contexts.of("x", rows), rows))
+    # -- all-gather sessions --------------------------------------------------------------------------------
 
-    # -- checks ----------------------------------------------------------------------------------------------
-
-    def _check_repeat(
-        self,
-        handle: EPHandle,
-        plan: RepeatPlan,
-        data: Tensor,
-        topk_weights: object,
-        sizes: tuple[Any, Any, Any],
+    @outside_modes
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        context = plan.context
-        context.check_handle(handle, EPHandle, "dispatch")
-        check_fields(handle, context.device)
-        if plan.do_expand != handle.do_expand:
-            raise invalid("do_expand", plan.do_expand, f"{handle.do_expand}, as in the handle's dispatch")
-        if data.size(0) != handle.state.num_tokens:
-            raise invalid(
-                "x", arguments.describe(data), f"the {handle.state.num_tokens} rows of the dispatch"
-            )
-        names = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
-        for argument, value in zip(names, sizes, strict=True):
-            if value is not None and check_whole(argument, value, 0) != getattr(handle, argument):
-                held = getattr(handle, argument)
-                raise invalid(argument, value, f"{held}, as in the handle's dispatch")
-        self._check_weights(topk_weights, handle.topk_idx)
+        """Wait until all ranks have come here: the stream, and with ``with_cpu_sync`` the host too.
 
-    def _check_weights(self, topk_weights: object, ids: Tensor) -> Tensor | None:
-        if topk_weights is None:
-            return None
-        shape = tuple(ids.shape)
-        return arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), ids.device)
+        use_comm_stream, sequential: taken; the current stream waits for the communication stream in any case.
+        On the CPU the host waits.
+        """
+        context = self._contexts.alive()
+        is_plain = use_comm_stream is True and with_cpu_sync is False and sequential is True
+        if not is_plain:  # nothing to check in most programs' calls
+            check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
+        if context.is_cuda:
+            context.core.barrier(context.order_of_all())
+        if with_cpu_sync or not context.is_cuda:
+            context.synchronize()
+            context.communicator.barrier()
 
-    def _check_max_tokens(self, given: object, num_tokens: int) -> int:
-        most = (
-            self.num_max_tokens_per_rank
-            if given is None
-            else check_whole("num_max_tokens_per_rank", given, 0, arguments.MAX_ROWS)
-        )
-        if most < num_tokens:
-            raise invalid("num_max_tokens_per_rank", most, f"at least the {num_tokens} tokens of x")
-        return most
+    @staticmethod
+    def get_agrs_num_max_session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
+        """Return the bytes that all-gathers of tensors of these shapes take together, from all ranks."""
+        return elastic_sessions.session_bytes(group, shapes, dtype)
 
-    def _check_stats(self, stats: object, num_experts: int, context: DeviceContext) -> None:
-        local = local_experts(num_experts, self.num_ranks, self.rank_idx)
-        name = "cumulative_local_expert_recv_stats"
-        arguments.check_optional(name, stats, (local,), torch.int32, context.device)
+    @staticmethod
+    def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
+        """Return num_bytes of a buffer for sessions of so many bytes."""
+        return align(check_whole("num_max_session_bytes", num_max_session_bytes, 0), BUFFER_ALIGNMENT_BYTES)
+
+    def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
+        """Set what one session may take: received bytes, and all-gathers, at most 32. Same on all ranks."""
+        self._sessions.set_config(num_max_session_bytes, num_max_all_gathers_per_session)
+
+    def create_agrs_session(self) -> None:
+        """Open a session. Raises: weft.Error while one is open, or before agrs_set_config()."""
+        self._sessions.open()
+
+    def destroy_agrs_session(self) -> None:
+        """Close the session; tensors gathered in it stay valid. Raises: weft.Error when none is open."""
+        self._sessions.close()
+
+    @contextmanager
+    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
+        """Open a session for the block, if enabled."""
+        if enabled:
+            self.create_agrs_session()
+        try:
+            yield
+        finally:
+            if enabled:
+                self.destroy_agrs_session()
+
+    def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
+        """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
+        return self._sessions.new_tensors(shapes, dtype)
+
+    def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return (gathered [R, ...] for each tensor of ``t``, then wait()). All ranks give the same shapes and types.
+
+        The gathered tensors may be read on the current stream after wait(), a function without arguments.
+        Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity); on the CPU also on
+            all ranks that gave different sizes or types.
+        """
+        return self._sessions.all_gather(t)
+
+    # -- messages around the circle of ranks, for pipeline parallelism ----------------------------------------
+    #
+    # Ranks r and r + 1, and the last and the first, are neighbours. Messages from one rank to another arrive in the
+    # order in which they were sent; the two directions, and both neighbours, are independent.
+
+    @staticmethod
+    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+        """Return num_bytes of a buffer for such messages, a multiple of 2 MiB, by DeepEP's formula.
+
+        Weft's slots have memory of their own, which pp_set_config() takes.
+        """
+        return elastic_ring.ring_bytes(num_max_tensor_bytes, num_max_inflight_tensors)
+
+    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
+        """Set the largest message, and how many to one neighbour may be sent before it has received any.
+
+        Collective, with the same values on all ranks. Messages that were sent and not received are dropped.
+        Raises: weft.Error on all ranks that were given different values; weft.PeerLost naming a rank that stays
+        away.
+        """
+        self._ring.set_config(num_max_tensor_bytes, num_max_inflight_tensors)
+
+    def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
+        """Send a tensor to a neighbour, in order on the current stream. On the CPU it is sent on return.
+
+        Args:
+            t: contiguous, of any type and size up to pp_set_config()'s, on the buffer's device. It may be
+                changed when the stream has passed the call.
+            dst_rank_idx: this rank's next or previous one.
+            num_sms: 0: chosen by size.
+        Waits, on a GPU in the stream, while the neighbour has yet to receive num_max_inflight_tensors earlier
+        ones. Raises: weft.Error naming a wrong argument; weft.PeerLost naming a neighbour that stayed silent,
+        on CUDA at a later call.
+        """
+        self._ring.send(t, dst_rank_idx, num_sms)
+
+    def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
+        """Fill a tensor with the next message of a neighbour, in order on the current stream.
+
+        Args:
+            t: as for pp_send(), with as many bytes as were sent; the type is not looked at.
+            src_rank_idx: this rank's next or previous one.
+        Raises: as pp_send(); weft.Error too when the message has another size: it is dropped, and the next one
+        can be received.
+        """
+        self._ring.receive(t, src_rank_idx, num_sms)
+
+    # -- reads of a table of R times n entries, of which rank r holds entries r * n to r * n + n - 1 -----------
+    #
+    # A fetch needs nothing of other ranks: it reads their windows.
+
+    @staticmethod
+    def get_engram_storage_size_hint(
+        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int]:
+        """Return bytes for fetched entries and for a rank's stored ones, multiples of 2 MiB, by DeepEP's formula.
+
+        The table has memory of its own, on the device, which engram_write() takes.
+        """
+        return elastic_engram.table_bytes(num_entries, hidden, num_max_tokens_per_rank, dtype)
+
+    def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
+        """Store this rank's entries. Collective; earlier fetches are done before, and every rank's entries are
+        there after it. The host waits.
+
+        Args:
+            storage: [n, hidden], contiguous, on the buffer's device, any type; n, hidden and type as on all ranks.
+            sf: float32 or int32 [R * n, words], scales of all ranks' entries; with float8_e4m3fn entries, and only
+                with them. It is kept, not copied.
+        Raises: weft.Error, on all ranks where they disagree about n, hidden or the type; weft.PeerLost naming a rank
+        that stays away.
+        """
+        self._table.write(storage, sf)
+
+    def engram_fetch(
+        self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
+    ) -> Callable[[], Fetched]:
+        """Start to read entries; the function that is returned gives them. Not collective.
+
+        A rank on another node serves reads while its buffer lives: meet, in barrier() or destroy(), before one goes.
+
+        Args:
+            indices: int32 or int64 [T, k], contiguous: which entries each of T tokens reads.
+            num_qps: taken. use_tma_aligned_col_major_sf: scales are column-major, their token dimension padded
+                to 4.
+        Returns: a function without arguments. It makes the current stream wait and returns (data of the stored
+        type [T, k * hidden], each token's entries one after the other; scales [T, k * words], or None).
+        Raises: weft.Error for an index outside [0, R * n), on CUDA at a later call; before engram_write().
+            weft.PeerLost naming a rank on another node that is gone, or silent.
+        """
+        return self._table.fetch(indices, num_qps, use_tma_aligned_col_major_sf)

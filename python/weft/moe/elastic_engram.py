@@ -24,45 +24,28 @@ _ENTRY_ALIGNMENT_BYTES = 32
 _FP8 = torch.float8_e4m3fn
 
 
+def table_bytes(
+    num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return what ElasticBuffer.get_engram_storage_size_hint() does."""
+    arguments.check_dtype("dtype", dtype)
+    entry_bytes = align(check_whole("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
+    fetched = entry_bytes * check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+    stored = entry_bytes * check_whole("num_entries", num_entries, 0)
+    return align(fetched, BUFFER_ALIGNMENT_BYTES), align(stored, BUFFER_ALIGNMENT_BYTES)
+
+
 class EngramReads:
-    """The part of ElasticBuffer that reads a table of R times n entries; rank r holds entries r * n to r * n + n - 1.
+    """The table of one buffer. ElasticBuffer says what each call does."""
 
-    A fetch needs nothing of other ranks: it reads their windows. See ElasticBuffer for what calls share.
-    """
-
-    _contexts: BufferContexts
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, contexts: BufferContexts) -> None:
+        self._contexts = contexts
         self._table: Any = None
         self._entry_type = torch.bfloat16
         self._entry_scales: Tensor | None = None
 
-    @staticmethod
-    def get_engram_storage_size_hint(
-        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[int, int]:
-        """Return bytes for fetched entries and for a rank's stored ones, multiples of 2 MiB, by DeepEP's formula.
-
-        The table has memory of its own, on the device, which engram_write() takes.
-        """
-        arguments.check_dtype("dtype", dtype)
-        entry_bytes = align(check_whole("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
-        fetched = entry_bytes * check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
-        stored = entry_bytes * check_whole("num_entries", num_entries, 0)
-        return align(fetched, BUFFER_ALIGNMENT_BYTES), align(stored, BUFFER_ALIGNMENT_BYTES)
-
-    def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
-        """Store this rank's entries. Collective; earlier fetches are done before, and every rank's entries are
-        there after it. The host waits.
-
-        Args:
-            storage: [n, hidden], contiguous, on the buffer's device, any type; n, hidden and type as on all ranks.
-            sf: float32 or int32 [R * n, words], scales of all ranks' entries; with float8_e4m3fn entries, and only
-                with them. It is kept, not copied.
-        Raises: weft.Error, on all ranks where they disagree about n, hidden or the type; weft.PeerLost naming a rank
-        that stays away.
-        """
+    def write(self, storage: Tensor, sf: Tensor | None) -> None:
+        """Store this rank's entries."""
         context = self._contexts.alive()
         entries = arguments.check_tensor("storage", storage, ("entries", "hidden"), (), context.device)
         entry_bytes = entries.size(1) * entries.element_size()
@@ -83,22 +66,10 @@ class EngramReads:
         context.communicator.barrier()
         self._table, self._entry_type, self._entry_scales = table, entries.dtype, sf
 
-    def engram_fetch(
-        self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
+    def fetch(
+        self, indices: Tensor, num_qps: int, use_tma_aligned_col_major_sf: bool
     ) -> Callable[[], Fetched]:
-        """Start to read entries; the function that is returned gives them. Not collective.
-
-        A rank on another node serves reads while its buffer lives: meet, in barrier() or destroy(), before one goes.
-
-        Args:
-            indices: int32 or int64 [T, k], contiguous: which entries each of T tokens reads.
-            num_qps: taken. use_tma_aligned_col_major_sf: scales are column-major, their token dimension padded
-                to 4.
-        Returns: a function without arguments. It makes the current stream wait and returns (data of the stored
-        type [T, k * hidden], each token's entries one after the other; scales [T, k * words], or None).
-        Raises: weft.Error for an index outside [0, R * n), on CUDA at a later call; before engram_write().
-            weft.PeerLost naming a rank on another node that is gone, or silent.
-        """
+        """Start to read entries; return the function that gives them."""
         context = self._contexts.alive()
         check_whole("num_qps", num_qps, 0)
         check_flags(use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
@@ -133,7 +104,8 @@ class EngramReads:
 
         return hook
 
-    def _drop_table(self) -> None:
+    def drop(self) -> None:
+        """Give the memory back."""
         self._table = self._entry_scales = None
 
     def _fetch_scales(self, ids: Tensor, is_column_major: bool) -> Tensor | None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_SMS, check_whole
 from weft.moe.elastic_layout import Expansion, ExpertCounts, count_experts
-from weft.moe.handle import DispatchState
 from weft.runtime.plain import signature_of
 from weft.runtime.streams import current_stream
 
@@ -63,7 +63,7 @@ class EPHandle:
     num_unaligned_recv_tokens_per_expert: Tensor = field(init=False)
     recv_src_metadata: Tensor = field(init=False)
     dst_buffer_slot_idx: Tensor = field(init=False)
-    state: DispatchState
+    state: _core.DispatchState
     expansion: Expansion | None
     recv_topk_idx: Tensor
     sums_at_owner: bool
@@ -100,7 +100,7 @@ class LateFields:
     num_experts: of a rank that has all of its, and of this one. stream: the dispatch's, by its number; 0 on the CPU.
     """
 
-    state: DispatchState
+    state: _core.DispatchState
     rank: int
     topk_idx: Tensor
     recv_topk_idx: Tensor
@@ -201,7 +201,7 @@ def right_most_slots(recv_topk_idx: Tensor) -> Tensor:
 
 
 def source_metadata(
-    state: DispatchState, rank: int, recv_topk_idx: Tensor, expansion: Expansion | None, max_tokens: int
+    state: _core.DispatchState, rank: int, recv_topk_idx: Tensor, expansion: Expansion | None, max_tokens: int
 ) -> Tensor:
     """Return recv_src_metadata of the rows that ``rank`` received."""
     num_rows, top_k = recv_topk_idx.shape

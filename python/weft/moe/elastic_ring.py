@@ -21,70 +21,40 @@ _MOST_BYTES = 1 << 40
 _MOST_IN_FLIGHT = 1 << 16
 
 
+def ring_bytes(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+    """Return what ElasticBuffer.get_pp_buffer_size_hint() does."""
+    each = align(check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 0), _MESSAGE_ALIGNMENT_BYTES)
+    in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 0)
+    return align(each * in_flight * 4, BUFFER_ALIGNMENT_BYTES)
+
+
 class RingMessages:
-    """The part of ElasticBuffer that sends tensors around the circle of ranks. See there for what calls share.
+    """The messages of one buffer. ElasticBuffer says what each call does."""
 
-    Ranks r and r + 1, and the last and the first, are neighbours. Messages from one rank to another arrive in
-    the order in which they were sent; the two directions, and both neighbours, are independent.
-    """
-
-    _contexts: BufferContexts
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, contexts: BufferContexts) -> None:
+        self._contexts = contexts
         self._ring: Any = None
 
-    @staticmethod
-    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Return num_bytes of a buffer for such messages, a multiple of 2 MiB, by DeepEP's formula.
-
-        Weft's slots have memory of their own, which pp_set_config() takes.
-        """
-        each = align(check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 0), _MESSAGE_ALIGNMENT_BYTES)
-        in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 0)
-        return align(each * in_flight * 4, BUFFER_ALIGNMENT_BYTES)
-
-    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Set the largest message, and how many to one neighbour may be sent before it has received any.
-
-        Collective, with the same values on all ranks. Messages that were sent and not received are dropped.
-        Raises: weft.Error on all ranks that were given different values; weft.PeerLost naming a rank that stays
-        away.
-        """
+    def set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
+        """Set the largest message, and how many may be on their way."""
         max_bytes = check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 1, _MOST_BYTES)
         in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 1, _MOST_IN_FLIGHT)
         context = self._contexts.alive()
         context.synchronize_current()
         self._ring = _core.Ring.create(context.core, max_bytes, in_flight)
 
-    def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Send a tensor to a neighbour, in order on the current stream. On the CPU it is sent on return.
-
-        Args:
-            t: contiguous, of any type and size up to pp_set_config()'s, on the buffer's device. It may be
-                changed when the stream has passed the call.
-            dst_rank_idx: this rank's next or previous one.
-            num_sms: 0: chosen by size.
-        Waits, on a GPU in the stream, while the neighbour has yet to receive num_max_inflight_tensors earlier
-        ones. Raises: weft.Error naming a wrong argument; weft.PeerLost naming a neighbour that stayed silent,
-        on CUDA at a later call.
-        """
+    def send(self, t: Tensor, dst_rank_idx: int, num_sms: int) -> None:
+        """Send a tensor to a neighbour."""
         ring, message = self._message("dst_rank_idx", t, dst_rank_idx, num_sms)
         spans.run("pp_send", ring.send, **message)
 
-    def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Fill a tensor with the next message of a neighbour, in order on the current stream.
-
-        Args:
-            t: as for pp_send(), with as many bytes as were sent; the type is not looked at.
-            src_rank_idx: this rank's next or previous one.
-        Raises: as pp_send(); weft.Error too when the message has another size: it is dropped, and the next one
-        can be received.
-        """
+    def receive(self, t: Tensor, src_rank_idx: int, num_sms: int) -> None:
+        """Fill a tensor with the next message of a neighbour."""
         ring, message = self._message("src_rank_idx", t, src_rank_idx, num_sms)
         spans.run("pp_recv", ring.receive, **message)
 
-    def _drop_ring(self) -> None:
+    def drop(self) -> None:
+        """Give the memory back."""
         self._ring = None
 
     def _message(self, argument: str, t: Tensor, peer: int, num_sms: int) -> tuple[Any, dict[str, int]]:

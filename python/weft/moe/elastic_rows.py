@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
+from weft import _core
 from weft.errors import invalid
 from weft.moe import elastic_layout, high_throughput
-from weft.moe.config import align, ceil_div, local_experts
+from weft.moe.config import ceil_div, local_experts
 from weft.moe.device_context import DeviceContext, Order
 from weft.moe.elastic_handle import LATE_FIELDS, EPHandle, LateFields, right_most_slots
 from weft.moe.elastic_layout import Expansion
 from weft.moe.events import EventHandle
-from weft.moe.handle import DispatchState
 from weft.moe.high_throughput import CombinePlan, Payload, Rows
-from weft.runtime.allocation import tensor_form
+from weft.runtime import spans
+from weft.runtime.allocation import tensor_spec
 
 _NO_WEIGHT_BITS = -1  # of a NaN that no sum gives
 
@@ -58,15 +60,25 @@ class RoutesPlan:
     ) -> None:
         """Plan for tensors like these."""
         ranks = int(context.communicator.size)
-        self._combine_rows = ids.size(1) if wanted.sums_at_owner else 1
         sent = no_weights(ids) if weights is None else weights
-        rows = Rows(data, scales, ids, sent, True, self._combine_rows)
-        self.context, self.wanted, self._format = context, wanted, rows.format
+        rows = Rows(data, scales, ids, sent, True, ids.size(1) if wanted.sums_at_owner else 1)
+        self.context, self.wanted = context, wanted
+        self._rank = int(context.communicator.rank)
+        # Experts of a rank that has all of its, and of this one.
+        self._experts = (
+            ceil_div(wanted.num_experts, ranks),
+            local_experts(wanted.num_experts, ranks, self._rank),
+        )
         self._worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         self._layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
-        self._new_sum_place = context.allocator(tensor_form((ids.size(0), ranks), torch.int32))
+        self._new_sum_place = context.maker(tensor_spec((ids.size(0), ranks), torch.int32))
         self._dispatch = high_throughput.DispatchPlan(
-            context, rows, wanted.num_experts, is_ordered=True, worst_rows=self._worst
+            context,
+            rows,
+            wanted.num_experts,
+            is_ordered=True,
+            worst_rows=self._worst,
+            alignment=wanted.alignment,
         )
 
     def run(
@@ -78,32 +90,31 @@ class RoutesPlan:
         order: Order,
     ) -> tuple[Any, EPHandle]:
         """Send rows. Returns what came, one row per (token, rank), and the handle."""
-        wanted, stream = self.wanted, self.context.current_stream
-        sent = no_weights(ids) if weights is None else weights
-        rows = Rows(data, scales, ids, sent, True, self._combine_rows, known_format=self._format)
+        wanted, stream = self.wanted, order[1]
+        lay_out, dispatch = self._layout.run, self._dispatch.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            lay_out, dispatch = spans.around("layout", lay_out), spans.around("dispatch", dispatch)
         (sum_place,) = self._new_sum_place()
-        _, per_expert, in_rank = self._layout.run(ids, stream, sum_place)
-        received, state, slots = self._dispatch.run(
-            *(rows, in_rank, per_expert, wanted.num_sms, order, sum_place, wanted.num_max_tokens)
+        _, per_expert, in_rank = lay_out(ids, sum_place, stream)
+        sent = (data, scales, ids, no_weights(ids) if weights is None else weights)
+        received, state, slots = dispatch(
+            *(*sent, in_rank, per_expert, sum_place, wanted.num_max_tokens, wanted.num_sms, order)
         )
         return received, self._handle(ids, received, state, slots, stream)
 
     def _handle(
-        self, ids: Tensor, received: Any, state: DispatchState, slots: list[int], stream: int
+        self, ids: Tensor, received: Any, state: _core.DispatchState, slots: list[int], stream: int
     ) -> EPHandle:
         context, wanted = self.context, self.wanted
-        ranks, rank = int(context.communicator.size), int(context.communicator.rank)
-        num_local = local_experts(wanted.num_experts, ranks, rank)
-        recv_idx: Tensor = received.ids()
+        num_local, recv_idx = self._experts[1], received.ids()
         topk_idx = ids.clone() if wanted.do_handle_copy else ids
-        aligned = [align(count, wanted.alignment) for count in slots]
         late = LateFields(
             state=state,
-            rank=rank,
+            rank=self._rank,
             topk_idx=topk_idx,
             recv_topk_idx=recv_idx,
             expansion=None,
-            num_experts=(ceil_div(wanted.num_experts, ranks), num_local),
+            num_experts=self._experts,
             alignment=wanted.alignment,
             max_tokens=wanted.num_max_tokens,
             scaleup_places=context.scaleup_places,
@@ -113,7 +124,7 @@ class RoutesPlan:
         expansion: Expansion | None = None
         if wanted.do_expand:
             most = elastic_layout.most_expanded_rows(self._worst, ids.size(1), num_local, wanted.alignment)
-            num_rows = most if wanted.counts_unknown else sum(aligned)
+            num_rows = most if wanted.counts_unknown else sum(slots)
             expansion = elastic_layout.expand(recv_idx, late.counts, num_rows, not wanted.counts_unknown)
             late.expansion = expansion
         handle = EPHandle(
@@ -125,7 +136,7 @@ class RoutesPlan:
             topk_idx=topk_idx,
             num_recv_tokens=state.num_rows,
             num_expanded_tokens=expansion.slot_of_row.size(0) if expansion else 0,
-            num_recv_tokens_per_expert_list=[] if wanted.counts_unknown else aligned,
+            num_recv_tokens_per_expert_list=slots,
             state=state,
             expansion=expansion,
             recv_topk_idx=recv_idx,
@@ -138,7 +149,7 @@ class RoutesPlan:
         return handle
 
 
-class RepeatPlan:
+class CachedPlan:
     """What dispatches along routes of a handle share that have arguments of one signature.
 
     received = plan.run(data, scales, weights, handle, order)
@@ -147,16 +158,25 @@ class RepeatPlan:
     def __init__(self, context: DeviceContext, num_sms: int, do_expand: bool) -> None:
         self.context, self.do_expand = context, do_expand
         self._num_sms = num_sms
+        self._by_id_bytes: dict[int, high_throughput.RepeatPlan] = {}  # 0: no ids travel
 
     def run(
         self, data: Tensor, scales: Tensor | None, weights: Tensor | None, handle: EPHandle, order: Order
     ) -> Any:
         """Send rows. Returns what came."""
         context, state = self.context, handle.state
-        rows = Rows(data, scales, None if weights is None else handle.topk_idx, weights, True)
+        ids = None if weights is None else handle.topk_idx
+        id_bytes = 0 if ids is None else ids.element_size()
+        plan = self._by_id_bytes.get(id_bytes)
+        if plan is None:
+            rows = Rows(data, scales, ids, weights, True)
+            plan = self._by_id_bytes[id_bytes] = high_throughput.RepeatPlan(context, rows)
         if context.lacks_room_for(state):
-            context.make_room_for(state, rows.format, state.num_rows)
-        return high_throughput.repeat(context, rows, state, self._num_sms, order)
+            context.make_room_for(state, plan.format, state.num_rows)
+        run = plan.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("dispatch", run)
+        return run(data, scales, ids, weights, state, self._num_sms, order)
 
 
 def no_weights(topk_idx: Tensor) -> Tensor:
@@ -203,7 +223,6 @@ def outputs(
 
 
 def combine(
-    context: DeviceContext,
     plan_of: Callable[[Tensor], CombinePlan],
     x: Tensor,
     topk_weights: Tensor | None,
@@ -211,7 +230,7 @@ def combine(
     handle: EPHandle,
     before_epilogue: EventHandle | None,
     num_sms: int,
-    is_beside: bool,
+    order: Order,
 ) -> tuple[Tensor, Tensor | None]:
     """Return bf16 [T, hidden], and f32 [T, K] where weights come back too. plan_of(rows): of such a combine."""
     state, expansion, top_k, hidden = handle.state, handle.expansion, handle.topk_idx.size(1), x.size(1)
@@ -231,10 +250,14 @@ def combine(
             weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
     if handle.sums_at_owner:
         sent_biases = ()
-    context.order_after(before_epilogue)
-    combined, combined_weights = plan_of(rows).run(
-        rows, weights, sent_biases, state, num_sms, context.order_beside(is_beside)
-    )
+    plan = plan_of(rows)
+    if before_epilogue is not None:
+        plan.context.order_after(before_epilogue)
+    run = plan.run
+    if profiler._is_profiler_enabled or spans.NVTX:
+        run = spans.around("combine", run)
+    bias0, bias1 = (*sent_biases, None, None)[:2]
+    combined, combined_weights = run(rows, weights, bias0, bias1, state, num_sms, order)
     if handle.sums_at_owner:
         combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
     return combined, combined_weights

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers and all-gather sessions of an ElasticBuffer: dispatches that send every row to every rank."""
+"""All-gather sessions of an ElasticBuffer: dispatches that send every row to every rank."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ from torch import Tensor
 from weft.errors import Error, invalid
 from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import align, ceil_div, check_flags, check_whole
+from weft.moe.config import align, ceil_div, check_whole
 from weft.moe.device_context import DeviceContext
-from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
 from weft.runtime.allocation import not_a_view
-from weft.runtime.modes import outside_modes
 
 _ROW_BYTES = 4096
 _MOST_GATHERS = 32
@@ -30,81 +27,36 @@ Shapes = Sequence[int] | Sequence[Sequence[int]]
 
 
 class GatherSessions:
-    """The part of ElasticBuffer that moves the same bytes to all ranks. See there for what all calls share."""
+    """The sessions of one buffer, one at a time. ElasticBuffer says what each call does."""
 
-    _contexts: BufferContexts
-    num_ranks: int
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, contexts: BufferContexts) -> None:
+        self._contexts = contexts
         self._session_bytes = 0
         self._session_gathers = 0
         self._left: tuple[int, int] | None = None  # (bytes, gathers) of the open session
 
-    @outside_modes
-    def barrier(
-        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
-    ) -> None:
-        """Wait until all ranks have come here: the stream, and with ``with_cpu_sync`` the host too.
-
-        use_comm_stream, sequential: taken; the current stream waits for the communication stream in any case.
-        On the CPU the host waits.
-        """
-        context = self._contexts.alive()
-        is_plain = use_comm_stream is True and with_cpu_sync is False and sequential is True
-        if not is_plain:  # nothing to check in most programs' calls
-            check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
-        if context.is_cuda:
-            context.core.barrier(context.order_of_all())
-        if with_cpu_sync or not context.is_cuda:
-            context.synchronize()
-            context.communicator.barrier()
-
-    @staticmethod
-    def get_agrs_num_max_session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
-        """Return the bytes that all-gathers of tensors of these shapes take together, from all ranks."""
-        item_bytes = arguments.check_dtype("dtype", dtype).itemsize
-        each = sum(_padded(math.prod(shape) * item_bytes) for shape in _each(shapes))
-        return each * arguments.group_size(group)
-
-    @staticmethod
-    def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """Return num_bytes of a buffer for sessions of so many bytes."""
-        return align(check_whole("num_max_session_bytes", num_max_session_bytes, 0), BUFFER_ALIGNMENT_BYTES)
-
-    def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
-        """Set what one session may take: received bytes, and all-gathers, at most 32. Same on all ranks."""
+    def set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
+        """Set what one session may take."""
         self._session_bytes = check_whole("num_max_session_bytes", num_max_session_bytes, 0)
         self._session_gathers = check_whole(
             "num_max_all_gathers_per_session", num_max_all_gathers_per_session, 1, _MOST_GATHERS
         )
 
-    def create_agrs_session(self) -> None:
-        """Open a session. Raises: weft.Error while one is open, or before agrs_set_config()."""
+    def open(self) -> None:
+        """Open a session."""
         self._contexts.alive()
         if self._left is not None or self._session_gathers == 0:
             state = "an open session" if self._left is not None else "no agrs_set_config()"
             raise invalid("session", state, "agrs_set_config() first, one session at a time")
         self._left = (self._session_bytes, self._session_gathers)
 
-    def destroy_agrs_session(self) -> None:
-        """Close the session; tensors gathered in it stay valid. Raises: weft.Error when none is open."""
+    def close(self) -> None:
+        """Close it."""
         self._require_session()
         self._left = None
 
-    @contextmanager
-    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """Open a session for the block, if enabled."""
-        if enabled:
-            self.create_agrs_session()
-        try:
-            yield
-        finally:
-            if enabled:
-                self.destroy_agrs_session()
-
-    def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
-        """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
+    def new_tensors(self, shapes: Shapes, dtype: torch.dtype) -> Any:
+        """Return a tensor, or a tuple of them for several shapes."""
         left_bytes, _ = self._require_session()
         device = self._contexts.device
         item_bytes = arguments.check_dtype("dtype", dtype).itemsize
@@ -118,12 +70,7 @@ class GatherSessions:
         return tensors[0] if _is_one(shapes) else tensors
 
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return (gathered [R, ...] for each tensor of ``t``, then wait()). All ranks give the same shapes and types.
-
-        The gathered tensors may be read on the current stream after wait(), a function without arguments.
-        Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity); on the CPU also on
-            all ranks that gave different sizes or types.
-        """
+        """Return the gathered tensors, and what waits for them."""
         left_bytes, left_gathers = self._require_session()
         several = list(t) if isinstance(t, (list, tuple)) else [t]
         given = [tensor for tensor in several if isinstance(tensor, Tensor)]
@@ -133,7 +80,7 @@ class GatherSessions:
         for tensor in given:
             arguments.check_tensor("t", tensor, tuple(tensor.shape), (), context.device)
         sizes = [_padded(tensor.numel() * tensor.element_size()) for tensor in given]
-        taken = sum(sizes) * self.num_ranks
+        taken = sum(sizes) * self._contexts.size
         if taken > left_bytes or left_gathers < 1:
             allowed = (
                 f"{left_bytes} bytes and {left_gathers} calls, what agrs_set_config() leaves the session"
@@ -143,7 +90,7 @@ class GatherSessions:
         context.begin(None)
         with context.on_comm_stream():
             received = _gather_rows(context, _as_rows(given, sizes), _form_words(given))
-            flat = received.view(self.num_ranks, -1)
+            flat = received.view(self._contexts.size, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
             if context.core.largest_piece_bytes < self._session_bytes:
                 # A session has to fit, whatever the caller still holds of the sessions before it.
@@ -157,6 +104,13 @@ class GatherSessions:
         if self._left is None:
             raise invalid("session", "none", "calls inside agrs_new_session() or after create_agrs_session()")
         return self._left
+
+
+def session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
+    """Return what ElasticBuffer.get_agrs_num_max_session_bytes() does."""
+    item_bytes = arguments.check_dtype("dtype", dtype).itemsize
+    each = sum(_padded(math.prod(shape) * item_bytes) for shape in _each(shapes))
+    return each * arguments.group_size(group)
 
 
 def _gather_rows(context: DeviceContext, rows: Tensor, form: tuple[int, int]) -> Tensor:
@@ -173,13 +127,9 @@ def _gather_rows(context: DeviceContext, rows: Tensor, form: tuple[int, int]) ->
         sent = Rows(rows, words, combine_rows=0)
         # On the CPU rows that are not as many shall come, to be looked at.
         plan = high_throughput.DispatchPlan(context, sent, 1, worst_rows=0 if looks else num_rows * ranks)
+        most_tokens = 0 if looks else num_rows
         received, state, _ = plan.run(
-            sent,
-            in_rank,
-            per_expert,
-            _NUM_SMS,
-            context.as_ordered,
-            most_tokens=0 if looks else num_rows,
+            *(rows, words, None, None, in_rank, per_expert, None, most_tokens, _NUM_SMS, context.as_ordered)
         )
     gathered: Tensor = received.rows()
     came: Tensor | None = received.scales()

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""High-throughput calls, after their arguments are checked: their memory and the calls of the core."""
+"""The plans of high-throughput calls: what those of one signature share, checked and planned by the first of them.
+
+    plan = DispatchPlan(context, Rows(x, None, topk_idx, topk_weights), num_experts)
+    payload, ids, weights, slots, handle = plan.run_whole(x, None, topk_idx, ...)
+
+A call of a plan is one trip into the core (src/bind/high_throughput.cc), which makes new tensors for the stream that is
+current, and fills them. With an error, tensors of the call stay until the communication stream is done with them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from weft import _core
-from weft.errors import Error
-from weft.moe.device_context import DeviceContext, Order
-from weft.moe.handle import DispatchHandle, DispatchState, dispatch_form
-from weft.runtime import spans
-from weft.runtime.allocation import tensor_form
+from weft.moe.device_context import DeviceContext
+from weft.moe.handle import KIND, DispatchHandle, entries_across_nodes
+from weft.runtime.allocation import tensor_spec
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -44,7 +47,6 @@ class Rows:
     keep_weights: bool = False
     combine_rows: int = 1
     has_global_scale: bool = False
-    known_format: Any = None  # the format of these, where an earlier call has asked for it
 
     @property
     def format(self) -> Any:
@@ -75,58 +77,45 @@ def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
     return _row_format(row_bytes, 0, top_k, 8, x.element_size(), row_bytes)
 
 
-class Layout(NamedTuple):
-    """Who gets what."""
+class LayoutPlan(_core.LayoutPlan):  # type: ignore[misc]
+    """Layouts of one signature. The core runs them:
 
-    tokens_per_rank: Tensor  # i32[ranks]; the next one lies behind it
-    slots_per_expert: Tensor  # i32[experts]
-    is_token_in_rank: Tensor  # bool[T, ranks]
-
-
-class LayoutPlan:
-    """What layouts of one signature share: sizes, and the maker of what they fill.
-
-    counted = plan.run(ids, stream)
+    per_rank, per_expert, in_rank = plan.run(topk_idx, None, stream)   # i32[R], i32[E] behind it, bool[T, R]
+    plan.run(topk_idx, sum_place, stream)              # sum_place: i32[T, R] to fill, by right-most slot
     """
 
     def __init__(self, context: DeviceContext, topk_idx: Tensor, num_experts: int) -> None:
         num_ranks = int(context.communicator.size)
         self.context, self.num_experts = context, num_experts
         num_tokens, top_k = topk_idx.shape
-        new_outputs = context.allocator(  # in the order of Layout
-            tensor_form((num_ranks,), torch.int32),
-            tensor_form((num_experts,), torch.int32),
-            tensor_form((num_tokens, num_ranks), torch.bool),
+        make = context.maker(
+            tensor_spec((num_ranks,), torch.int32),
+            tensor_spec((num_experts,), torch.int32),
+            tensor_spec((num_tokens, num_ranks), torch.bool),
             together=(0, 1),
             part_bytes=4,
         )
-        self._form = context.core.layout_form(
+        super().__init__(
+            device=context.high_throughput,
             id_bytes=topk_idx.element_size(),
             tokens=num_tokens,
             top_k=top_k,
             experts=num_experts,
-            new_outputs=new_outputs,
+            make=make,
         )
 
-    def run(
-        self, topk_idx: Tensor, stream: int, sum_place: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what Layout names, in new tensors of the stream that is current.
 
-        sum_place: i32[T, ranks] to fill, by right-most slot.
-        """
-        run = self._form.run
-        if profiler._is_profiler_enabled or spans.NVTX:
-            run = spans.around("layout", run)
-        made: tuple[Tensor, Tensor, Tensor] = run(topk_idx, sum_place, stream)
-        return made
+class DispatchPlan(_core.DispatchPlan):  # type: ignore[misc]
+    """Dispatches along new routes: so many tokens and experts, in one format. The core runs them:
 
-
-class DispatchPlan:
-    """What dispatches along new routes share: so many tokens and experts, in one format.
-
-    received, state, slots = plan.run(rows, is_token_in_rank, num_tokens_per_expert, num_sms, order)
+    payload, ids, weights, slots, handle = plan.run_whole(
+        x, scales, topk_idx, topk_weights, in_rank, per_expert, per_rank, num_sms, order)
+    received, state, slots = plan.run(
+        x, scales, topk_idx, topk_weights, in_rank, per_expert, sum_place, most_tokens, num_sms, order)
     received.rows(), received.scales(), received.ids(), received.weights()      # src/bind/receiving.h
+
+    slots: of each local expert; with worst_rows none. sum_place: of a layout, where combine is to sum in its order.
+    most_tokens: no rank has more, the same on all ranks; 0: not known.
     """
 
     def __init__(
@@ -145,130 +134,66 @@ class DispatchPlan:
         counts stay on the device. alignment: counts are rounded up to multiples of it.
         """
         i32, num_ranks = torch.int32, int(context.communicator.size)
-        num_tokens, row_format = rows.x.size(0), rows.format
+        num_tokens = rows.x.size(0)
         route_words = int(context.core.route_words(num_tokens, is_ordered))
         self.context, self.num_experts = context, num_experts
-        self._worst_rows, self._alignment = worst_rows, alignment
-        # For the stream that is current: send_row, slot_base, prefix and routes of DispatchState.
-        self._new_places = context.allocator(
-            tensor_form((num_tokens, num_ranks), i32),
-            tensor_form((num_tokens,), i32),
-            tensor_form((num_ranks, num_ranks), i32),
-            tensor_form((route_words,), i32) if route_words else None,
+        super().__init__(
+            device=context.high_throughput,
+            reclaim=context.reclaim_waiting,
+            format=rows.format,
+            keep_weights=rows.keep_weights,
+            has_global_scale=rows.has_global_scale,
+            tokens=num_tokens,
+            experts=num_experts,
+            worst_rows=worst_rows,
+            alignment=alignment,
+            make_places=context.maker(  # of the state
+                tensor_spec((num_tokens, num_ranks), i32),
+                tensor_spec((num_tokens,), i32),
+                tensor_spec((num_ranks, num_ranks), i32),
+                tensor_spec((route_words,), i32) if route_words else None,
+            ),
+            keep=functools.partial(context.finish, True),
+            handle_type=DispatchHandle,
+            handle_kind=KIND,
+            across_nodes=entries_across_nodes,
         )
-        self._form = dispatch_form(
-            context, row_format, num_tokens, num_experts, rows.keep_weights, rows.has_global_scale
+
+
+class RepeatPlan(_core.RepeatPlan):  # type: ignore[misc]
+    """Dispatches along the routes of earlier ones, of rows in one format. The core runs them:
+
+    received = plan.run(x, scales, topk_idx, topk_weights, state, num_sms, order)      # as DispatchPlan.run()
+    """
+
+    def __init__(self, context: DeviceContext, rows: Rows) -> None:
+        self.context, self.format = context, rows.format
+        super().__init__(
+            device=context.high_throughput,
+            reclaim=context.reclaim_waiting,
+            format=self.format,
+            keep_weights=rows.keep_weights,
+            has_global_scale=rows.has_global_scale,
         )
 
-    def run(
-        self,
-        rows: Rows,
-        is_token_in_rank: Tensor,
-        num_tokens_per_expert: Tensor,
-        num_sms: int,
-        order: Order,
-        sum_place: Tensor | None = None,
-        most_tokens: int = 0,
-    ) -> tuple[Any, DispatchState, list[int]]:
-        """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
 
-        With worst_rows the last list is empty. most_tokens: no rank has more, the same on all ranks; 0: not known.
-        sum_place: of a layout, where combine is to sum in its order.
-        """
-        sent = (
-            rows.x,
-            rows.scales,
-            rows.topk_idx,
-            rows.topk_weights,
-            is_token_in_rank,
-            num_tokens_per_expert,
-        )
-        how = (self._worst_rows, most_tokens, num_sms, order)
-        came: tuple[Any, DispatchState, list[int]] = self._in_place(self._form.run, (*sent, sum_place), how)
-        return came
+class CombinePlan(_core.CombinePlan):  # type: ignore[misc]
+    """Combines of rows [N, columns] of one type. The core runs them:
 
-    def run_whole(
-        self, sent: tuple[Tensor | None, ...], num_sms: int, order: Order
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int], DispatchHandle]:
-        """Do as run(), and return payload, ids, weights, slots of each local expert, and the handle.
-
-        sent: x, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, num_tokens_per_rank.
-        """
-        how = (self._worst_rows, self._alignment, num_sms, order)
-        results: tuple[Payload, Tensor | None, Tensor | None, list[int], DispatchHandle]
-        results = self._in_place(self._form.run_whole, sent, how)
-        return results
-
-    def _in_place(
-        self, run: Callable[..., Any], sent: tuple[Tensor | None, ...], how: tuple[Any, ...]
-    ) -> Any:
-        """Return what a call of the form returns, with new places for its routes."""
-        if profiler._is_profiler_enabled or spans.NVTX:
-            run = spans.around("dispatch", run)
-        places = self._new_places()
-        try:
-            return run(*sent, places, *how, self.context.reclaim_waiting)
-        except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-            self.context.finish(True, (*sent, *places))
-            raise
-
-
-def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Any:
-    """Send rows along the routes of an earlier dispatch. Returns what came, as DispatchPlan.run() does."""
-    call = context.receiving.repeat
-    if profiler._is_profiler_enabled or spans.NVTX:
-        call = spans.around("dispatch", call)
-    sent = (rows.x, rows.scales, rows.topk_idx, rows.topk_weights, rows.keep_weights, rows.has_global_scale)
-    row_format = rows.known_format or rows.format
-    return call(row_format, *sent, state.core, num_sms, order, context.reclaim_waiting)
-
-
-class CombinePlan:
-    """What combines of rows of one form share.
-
-    combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
+    sums, weights = plan.run(x, topk_weights, bias0, bias1, state, num_sms, order)     # [T, columns]; f32[T, K] or None
     """
 
     def __init__(self, context: DeviceContext, x: Tensor) -> None:
         self.context = context
         self.num_rows, columns = x.shape
-        dtype = x.dtype
-
-        @functools.lru_cache(maxsize=64)  # of numbers of tokens
-        def new_sums(num_tokens: int) -> Callable[[], list[Any]]:
-            return context.allocator(tensor_form((num_tokens, columns), dtype))
-
-        self._form = context.core.combine_form(
-            row_bytes=columns * x.element_size(),
-            element=_SUMMED_ELEMENTS[dtype],
-            new_sums=new_sums,
+        super().__init__(
+            device=context.high_throughput,
             reclaim=context.reclaim_waiting,
+            dtype=x.dtype,
+            columns=columns,
+            row_bytes=columns * x.element_size(),
+            element=_SUMMED_ELEMENTS[x.dtype],
         )
-
-    def run(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        biases: tuple[Tensor, ...],
-        state: DispatchState,
-        num_sms: int,
-        order: Order,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send x [N, columns] back. Returns its sums [T, columns] and, with weights, f32[T, top_k].
-
-        Both are new tensors of the stream that is current.
-        """
-        run = self._form.run
-        if profiler._is_profiler_enabled or spans.NVTX:
-            run = spans.around("combine", run)
-        top_k, weights, bias0, bias1 = 0, None, None, None
-        if topk_weights is not None:
-            top_k = topk_weights.size(1)
-            weights = self.context.empty(state.num_tokens, top_k, dtype=torch.float32)
-        if biases:
-            bias0, bias1 = (*biases, None)[:2]
-        sums = run(x, topk_weights, top_k, state.slot, bias0, bias1, weights, state.core, num_sms, order)
-        return sums, weights
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32

@@ -10,21 +10,31 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
+from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import MAX_ALIGNMENT, Config, check_whole
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
-from weft.moe.handle import DispatchHandle, DispatchState
-from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload, rows_and_scales
+from weft.moe.handle import DispatchHandle
+from weft.moe.high_throughput import (
+    CombinePlan,
+    DispatchPlan,
+    LayoutPlan,
+    Payload,
+    RepeatPlan,
+    rows_and_scales,
+)
+from weft.runtime import spans
 from weft.runtime.modes import are_modes_on, outside_modes
-from weft.runtime.plain import signature_of
+from weft.runtime.plain import find_plan
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -86,23 +96,24 @@ class HighThroughputCalls:
         if are_modes_on():
             order = (previous_event, async_finish, allocate_on_comm_stream)
             return outside_modes(self.get_dispatch_layout)(topk_idx, num_experts, *order)
-        signature = signature_of((topk_idx,), b"layout", num_experts)
-        plan: LayoutPlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, ((topk_idx,), b"layout", num_experts)
+        plan: LayoutPlan | None = find_plan(plans, *key)
         if plan is None:
-            plan = self._plan_layout(topk_idx, num_experts)
-            self._contexts.keep(signature, plan)
-        context = plan.context
+            plan = plans.keep(self._plan_layout(topk_idx, num_experts), *key)
+        context, run = plan.context, plan.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("layout", run)
         if not context.is_cuda:
             arguments.check_expert_ids(topk_idx, plan.num_experts)
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
         if previous is None and not async_finish:  # its memory is the caller's: it can run as torch's kernels
             context.layout_stream = stream = context.current_stream
-            per_rank, per_expert, in_rank = plan.run(topk_idx, stream)
+            per_rank, per_expert, in_rank = run(topk_idx, None, stream)
             per_node = None if context.rdma_places is None else self._count_per_node(context, in_rank)
             return per_rank, per_node, per_expert, in_rank, finished_event()
         context.begin(previous)
         with context.allocating(allocate_on_comm_stream):
-            per_rank, per_expert, in_rank = plan.run(topk_idx, context.stream)
+            per_rank, per_expert, in_rank = run(topk_idx, None, context.stream)
         with context.on_comm_stream():
             per_node = self._count_per_node(context, in_rank)
         event = context.finish(async_finish, (topk_idx, per_rank, per_expert, in_rank, per_node))
@@ -187,11 +198,11 @@ class HighThroughputCalls:
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
         options = (isinstance(x, Tensor), expert_alignment, num_worst_tokens)
         rows, scales = parts = rows_and_scales(x)
-        signature = signature_of((*parts, *given, topk_idx, topk_weights), b"dispatch", *options)
-        plan: DispatchPlan | None = self._contexts.plans.get(signature)
+        plans, tensors = self._contexts.plans, (*parts, *given, topk_idx, topk_weights)
+        plan: DispatchPlan | None = find_plan(plans, tensors, b"dispatch", *options)
         if plan is None:
             plan, rows, scales = self._plan_new_routes(x, given, topk_idx, topk_weights, *options[1:])
-            self._contexts.keep(signature, plan)
+            plans.keep(plan, tensors, b"dispatch", *options)
         context = plan.context
         if not context.is_cuda:
             if topk_idx is not None:
@@ -199,10 +210,12 @@ class HighThroughputCalls:
         elif arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
         num_sms = self._num_sms(config, context.planned_sms)
+        run = plan.run_whole
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("dispatch", run)
         counted = (is_token_in_rank, num_tokens_per_expert, num_tokens_per_rank)
         sent = (rows, scales, topk_idx, topk_weights, *counted)
-        order = context.order(previous, async_finish)
-        results = plan.run_whole(sent, num_sms, order)
+        results = run(*sent, num_sms, context.order(previous, async_finish))
         if not async_finish:
             return (*results, finished_event())
         state = results[4].state
@@ -244,16 +257,26 @@ class HighThroughputCalls:
         async_finish: bool,
     ) -> tuple[Payload, None, None, None, None, EventOverlap]:
         """Send rows along the routes of an earlier dispatch."""
-        context, rows = self._check_rows(x)
+        rows, scales = rows_and_scales(x)
+        plans, key = self._contexts.plans, ((rows, scales), b"repeat", isinstance(x, Tensor))
+        plan: RepeatPlan | None = find_plan(plans, *key)
+        if plan is None:
+            context, checked = self._check_rows(x)
+            rows, scales = checked.x, checked.scales
+            plan = plans.keep(RepeatPlan(context, checked), *key)
+        context = plan.context
         if context.is_cuda and arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
         num_sms = self._num_sms(config, context.planned_sms)
         state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
         if context.lacks_room_for(state):
-            context.make_room_for(state, rows.format, state.num_rows)
+            context.make_room_for(state, plan.format, state.num_rows)
+        run = plan.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("dispatch", run)
         order = context.order(previous, async_finish)
-        payload: Payload = high_throughput.repeat(context, rows, state, num_sms, order).payload()
-        event = context.finish(True, (rows.x, rows.scales)) if async_finish else finished_event()
+        payload: Payload = run(rows, scales, None, None, state, num_sms, order).payload()
+        event = context.finish(True, (rows, scales)) if async_finish else finished_event()
         return payload, None, None, None, None, event
 
     def _check_layout(
@@ -292,11 +315,11 @@ class HighThroughputCalls:
     def _check_repeat(
         self,
         handle: object,
-        rows: high_throughput.Rows,
+        x: Tensor,
         topk_idx: object,
         topk_weights: object,
         context: DeviceContext,
-    ) -> DispatchState:
+    ) -> _core.DispatchState:
         """Check the arguments of a dispatch along the routes of an earlier one."""
         for argument, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if value is not None:
@@ -304,18 +327,16 @@ class HighThroughputCalls:
                     argument, arguments.describe(value), "None with a handle, whose routes are repeated"
                 )
         state = self._check_handle(handle, context)
-        if rows.x.size(0) != state.num_tokens:
-            raise invalid(
-                "x", arguments.describe(rows.x), f"the {state.num_tokens} rows of the handle's dispatch"
-            )
+        if x.size(0) != state.num_tokens:
+            raise invalid("x", arguments.describe(x), f"the {state.num_tokens} rows of the handle's dispatch")
         return state
 
-    def _check_handle(self, handle: object, context: DeviceContext) -> DispatchState:
+    def _check_handle(self, handle: object, context: DeviceContext) -> _core.DispatchState:
         if type(handle) is DispatchHandle:
             known = handle.state
             if known is not None and known.group_key == context.group_key and known.is_in_place:
                 return known
-        state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
+        state: _core.DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
     def _num_sms(self, config: object, planned_sms: int) -> int:
@@ -354,15 +375,15 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes, or one of them has no
             room for what comes back.
         """
-        signature = signature_of((x,), b"combine")
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
+        plans, key = self._contexts.plans, ((x,), b"combine")
+        plan: CombinePlan | None = find_plan(plans, *key)
         if plan is None or bias is not None:
             context = self._contexts.of("x", x)
             state = self._check_handle(handle, context)
             x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
             biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
             if plan is None:
-                plan = self._contexts.keep(signature, CombinePlan(context, x))
+                plan = plans.keep(CombinePlan(context, x), *key)
         else:
             context, biases = plan.context, ()
             state = self._check_handle(handle, context)
@@ -383,12 +404,16 @@ class HighThroughputCalls:
                 high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
                 0,
             )
+        run = plan.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("combine", run)
         order = context.order(previous, async_finish)
+        bias0, bias1 = (*biases, None, None)[:2]
         if not allocate_on_comm_stream:
-            combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
+            combined, combined_weights = run(x, topk_weights, bias0, bias1, state, num_sms, order)
         else:
             with context.on_comm_stream():
-                combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
+                combined, combined_weights = run(x, topk_weights, bias0, bias1, state, num_sms, order)
         if not async_finish:
             return combined, combined_weights, finished_event()
         used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
@@ -401,17 +426,8 @@ class HighThroughputCalls:
 
     def _check_rows(self, x: Payload) -> tuple[DeviceContext, high_throughput.Rows]:
         """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
-        is_plain = isinstance(x, Tensor)
-        parts: Any = (x, None) if is_plain else x if isinstance(x, (tuple, list)) else ()
-        signature = signature_of(tuple(parts), b"rows", is_plain)
-        form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
-        if form is not None:
-            plain, scales = parts
-            return form[0], high_throughput.Rows(plain, scales, known_format=form[1])
         context = self._contexts.of("x", x)
         if isinstance(x, (tuple, list)) and len(x) == 3:
             packed, words = arguments.check_nvfp4_rows(x, "tokens", context.device)
             return context, high_throughput.Rows(packed, words, has_global_scale=True)
-        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", context.device))
-        self._contexts.keep(signature, (context, rows.format))
-        return context, rows
+        return context, high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", context.device))

@@ -53,6 +53,12 @@ class HostMemory:
             self._lent = [*self._lent[1 - _MOST_LENT :], storage]
         return result
 
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the same with strides, in elements, that leave no gaps."""
+        if strides == strides_in_order(shape):
+            return self.empty(shape, dtype)
+        return self.empty((math.prod(shape),), dtype).as_strided(shape, strides)
+
     def _take(self, num_bytes: int) -> torch.UntypedStorage | None:
         """Return a spare storage that fits, which nobody else can find any more, or None."""
         with self._lock:

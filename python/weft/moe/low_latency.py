@@ -34,11 +34,11 @@ from weft.moe.low_latency_handle import (
     keep_combine_rows,
     routes_lengths,
 )
-from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan, Hook, spanned
+from weft.moe.low_latency_plan import REPLIES, Hook, LowLatencyCombinePlan, LowLatencyDispatchPlan, spanned
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals, waits_for_loading
 from weft.runtime import spans
 from weft.runtime.modes import are_modes_on, outside_modes
-from weft.runtime.plain import known_low_latency_combine, known_low_latency_dispatch, signature_of
+from weft.runtime.plain import find_plan, known_low_latency_combine, known_low_latency_dispatch
 
 Combined = tuple[Tensor, EventOverlap, Hook | None]
 
@@ -146,22 +146,22 @@ class LowLatencyCalls:
         """Dispatch what is not known yet, or is to be looked at in every call."""
         x, topk_idx, topk_weights, stats, costs = tensors
         _, most, experts, flags, async_finish, returns_hook = options
-        signature = signature_of(tensors, *options)
-        plan: DispatchPlan | None = self._contexts.plans.get(signature)
+        plans = self._contexts.plans
+        plan: LowLatencyDispatchPlan | None = find_plan(plans, tensors, *options)
         if plan is None:
             arguments.check_not_both("return_recv_hook", returns_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
             self._check_stats(plan, stats, costs)
-            self._contexts.keep(signature, plan)
+            plans.keep(plan, tensors, *options)
         use_nvfp4 = flags[4]
         scale = check_global_scale(x_global_scale, plan.context) if use_nvfp4 else None
         filled: list[Any] | None = None  # new tensors
         if any(tensor is not None for tensor in wanted):
             sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)
-            filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.form, sent, wanted))
+            filled = plan.outputs(check_outputs(plan.context, plan.sizes, plan.payload, sent, wanted))
         return spanned("low_latency_dispatch", plan, returns_hook)(tensors, options, scale, filled)
 
-    def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
+    def _check_stats(self, plan: LowLatencyDispatchPlan, stats: object, costs: object) -> None:
         local, device = (plan.sizes.local_experts,), plan.context.device
         arguments.check_optional("cumulative_local_expert_recv_stats", stats, local, torch.int32, device)
         ranks = (self.group_size,)
@@ -175,7 +175,7 @@ class LowLatencyCalls:
         max_tokens: object,
         num_experts: object,
         flags: Any,
-    ) -> DispatchPlan:
+    ) -> LowLatencyDispatchPlan:
         """Check what the calls of one signature share, and plan them."""
         context = self._low_latency_context("x", x)
         names = ("use_fp8", "round_scale", "use_ue8m0", "use_mxfp8", "use_nvfp4", "use_ue8m0_for_sf")
@@ -189,11 +189,11 @@ class LowLatencyCalls:
         )
         rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), context.device)
         ids = arguments.check_topk_idx(topk_idx, rows.size(0), context.device)
-        form = find_format(rows.size(1), **{name: bool(flag) for name, flag in asked.items()})
+        payload = find_format(rows.size(1), **{name: bool(flag) for name, flag in asked.items()})
         weights = arguments.check_optional(
             "topk_weights", topk_weights, ids.shape, torch.float32, context.device
         )
-        return DispatchPlan(context, sizes, form, ids, weights is not None)
+        return LowLatencyDispatchPlan(context, sizes, payload, ids, weights is not None)
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -301,8 +301,9 @@ class LowLatencyCalls:
                 arguments.check_optional(
                     "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
-        signature = signature_of((rows, *tensors[1:]), *options, state.form.key, *signals.key)
-        plan: CombinePlan | None = self._contexts.plans.get(signature)
+        plans = self._contexts.plans
+        key = ((rows, *tensors[1:]), *options, state.form.key, *signals.key)
+        plan: LowLatencyCombinePlan | None = find_plan(plans, *key)
         if plan is None:
             context = self._low_latency_context("x", x)
             state = self._check_low_latency_handle(handle, context)
@@ -316,7 +317,7 @@ class LowLatencyCalls:
             reply = REPLIES[bool(exact), bool(use_logfmt)]
             hidden = rows.size(2)
             plan = self._plan_combine(context, state.form, hidden, topk_idx, topk_weights, reply, signals)
-            self._contexts.keep(signature, plan)
+            plans.keep(plan, *key)
         if out is not None:
             sums = (state.form.num_tokens, rows.size(2))
             out = check_output(plan.context, "out", out, sums, torch.bfloat16)
@@ -376,7 +377,7 @@ class LowLatencyCalls:
         topk_weights: object,
         reply: int,
         signals: Signals,
-    ) -> CombinePlan:
+    ) -> LowLatencyCombinePlan:
         """Check what the calls of one signature share, and plan them."""
         shape = (form.num_tokens, form.top_k)
         ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, context.device)
@@ -401,7 +402,7 @@ class LowLatencyCalls:
             "signal_rows": signals.rows,
             "num_sms": signals.num_sms,
         }
-        return CombinePlan(context, facts, (form.num_tokens, hidden))
+        return LowLatencyCombinePlan(context, facts, (form.num_tokens, hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""

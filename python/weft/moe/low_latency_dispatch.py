@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 def check_outputs(
     context: DeviceContext,
     sizes: Sizes,
-    form: Format,
+    payload: Format,
     sent: Sent,
     wanted: tuple[object, object, object, object],
 ) -> tuple[Tensor | None, ...]:
@@ -69,8 +69,8 @@ def check_outputs(
     """
     rows, i32 = (sizes.local_experts, sizes.rows), torch.int32
     names = ("out_packed_recv_x", "out_src_info", "out_layout_range", "out_count")
-    shapes = ((*rows, form.columns), rows, (rows[0], sizes.num_ranks), (rows[0],))
-    types = (form.row_type, i32, torch.int64, i32)
+    shapes = ((*rows, payload.columns), rows, (rows[0], sizes.num_ranks), (rows[0],))
+    types = (payload.row_type, i32, torch.int64, i32)
     given = {
         name: check_output(context, name, value, shape, dtype)
         for name, value, shape, dtype in zip(names, wanted, shapes, types, strict=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows travel in a low-latency dispatch, and the tensors in which they arrive. Shapes only; any thread.
 
-    form = find_format(hidden, use_fp8=True, round_scale=False, use_ue8m0=False)
-    scales = form.scale_memory((local_experts, rows_per_expert))
+    payload = find_format(hidden, use_fp8=True, round_scale=False, use_ue8m0=False)
+    scales = payload.scale_memory((local_experts, rows_per_expert))
 
 hidden channels H; L local experts, N rows of one of them at most.
 """
@@ -19,7 +19,7 @@ from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import ceil_div
 from weft.moe.device_context import DeviceContext
-from weft.runtime.allocation import TensorForm, not_a_view, tensor_form
+from weft.runtime.allocation import TensorSpec, not_a_view, tensor_spec
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
 _MX_BLOCK = 32
@@ -45,8 +45,8 @@ class Format:
         """Elements of a row as it arrives."""
         return self.row_bytes // self.row_type.itemsize
 
-    def scale_memory(self, shape: tuple[int, int]) -> TensorForm | None:
-        """Return the form of the memory that scales of rows [L, N, ...] lie in; None where there are none.
+    def scale_memory(self, shape: tuple[int, int]) -> TensorSpec | None:
+        """Return the spec of the memory that scales of rows [L, N, ...] lie in; None where there are none.
 
         Words [L, N, n], column-major; or uint8 [L, tiles, n, 32, 4, 4] as matrix units take scales.
         """
@@ -55,8 +55,8 @@ class Format:
         words = self.scale_bytes // _BYTES_PER_WORD
         if self.is_tiled:
             tiles = ceil_div(shape[1], _TILE_ROWS)
-            return tensor_form((shape[0], tiles, words, 32, 4, 4), torch.uint8)
-        return tensor_form((*shape, words), self.scale_type, self.scale_strides(shape))
+            return tensor_spec((shape[0], tiles, words, 32, 4, 4), torch.uint8)
+        return tensor_spec((*shape, words), self.scale_type, self.scale_strides(shape))
 
     def scale_strides(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         """Return words between experts, rows and words of that memory; 0 for rows and words of tiles."""

@@ -4,7 +4,7 @@
     tensors = (x, topk_idx, topk_weights, stats, costs)
     options = (b"ll_dispatch", num_experts, ..., async_finish, return_recv_hook)
     results = known_low_latency_dispatch(contexts.plans, tensors, options)    # one trip into the core, or None
-    plan = contexts.keep(signature_of(tensors, *options), DispatchPlan(context, sizes, form, ids, ...))
+    plan = plans.keep(LowLatencyDispatchPlan(context, sizes, payload, ids, has_weights), tensors, *options)
     recv_x, counts, handle, event, hook = plan(tensors, options, None, None)
 
 A signature holds everything that checks depend on, except addresses. So a call whose signature is known can only be
@@ -33,7 +33,7 @@ from weft.moe.low_latency_handle import (
     unused_statuses,
 )
 from weft.runtime import spans
-from weft.runtime.allocation import tensor_form
+from weft.runtime.allocation import tensor_spec
 from weft.runtime.streams import current_stream
 
 Hook = Callable[[], None]
@@ -41,8 +41,8 @@ Hook = Callable[[], None]
 _OF_HANDLE = (5, 2)  # routes, and src_info behind them: no caller gets these but in a handle
 
 
-class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
-    """A dispatch's form: sizes, format, and what it fills. The core calls it, and makes the results.
+class LowLatencyDispatchPlan(_core.LowLatencyDispatchPlan):  # type: ignore[misc]
+    """A dispatch's payload: sizes, format, and what it fills. The core calls it, and makes the results.
 
     plan(tensors, options, global scale or None, what to fill or None)
 
@@ -51,26 +51,26 @@ class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
     """
 
     def __init__(
-        self, context: DeviceContext, sizes: Sizes, form: Format, topk_idx: Tensor, has_weights: bool
+        self, context: DeviceContext, sizes: Sizes, payload: Format, topk_idx: Tensor, has_weights: bool
     ) -> None:
-        self.context, self.sizes, self.form = context, sizes, form
+        self.context, self.sizes, self.payload = context, sizes, payload
         self.num_tokens, self.top_k = topk_idx.shape
         rows = (sizes.local_experts, sizes.rows)
-        scale_strides = form.scale_strides(rows)
+        scale_strides = payload.scale_strides(rows)
         calls: Any = context.low_latency.plan_dispatch(
             max_tokens=sizes.max_tokens,
             tokens=self.num_tokens,
             top_k=self.top_k,
             experts=sizes.num_experts,
             id_bytes=topk_idx.element_size(),
-            payload=form.payload,
-            row_bytes=form.row_bytes,
-            scale_bytes=form.scale_bytes,
+            payload=payload.payload,
+            row_bytes=payload.row_bytes,
+            scale_bytes=payload.scale_bytes,
             has_weights=has_weights,
             scale_expert_stride=scale_strides[0],
             scale_row_stride=scale_strides[1],
             scale_word_stride=scale_strides[2],
-            tiled_scales=form.is_tiled,
+            tiled_scales=payload.is_tiled,
         )
         words = int(
             context.low_latency.routes_words(sizes.max_tokens, self.top_k, sizes.num_experts, has_weights)
@@ -78,35 +78,35 @@ class DispatchPlan(_core.LowLatencyDispatch):  # type: ignore[misc]
         i32, meta = torch.int32, (rows[0], sizes.num_ranks)
         self.handle_form = low_latency_form(
             context.group_key,
-            *(self.num_tokens, self.top_k, has_weights, sizes.max_tokens, form.hidden, sizes.num_experts),
-            (*rows, form.hidden),
+            *(self.num_tokens, self.top_k, has_weights, sizes.max_tokens, payload.hidden, sizes.num_experts),
+            (*rows, payload.hidden),
         )
-        self._forms = (
-            tensor_form((*rows, form.columns), form.row_type),
-            form.scale_memory(rows),
-            tensor_form(rows, i32),
-            tensor_form(meta, torch.int64),
-            tensor_form(rows[:1], i32),
-            tensor_form((words,), i32),
-            tensor_form(rows, torch.float32) if has_weights else None,
-            tensor_form(rows, i32) if has_weights else None,
+        self._specs = (
+            tensor_spec((*rows, payload.columns), payload.row_type),
+            payload.scale_memory(rows),
+            tensor_spec(rows, i32),
+            tensor_spec(meta, torch.int64),
+            tensor_spec(rows[:1], i32),
+            tensor_spec((words,), i32),
+            tensor_spec(rows, torch.float32) if has_weights else None,
+            tensor_spec(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        make = context.allocator(*self._forms, together=_OF_HANDLE, first_is_whole=True)
-        seen = form.seen if form.is_tiled else None
+        make = context.maker(*self._specs, together=_OF_HANDLE, first_is_whole=True)
+        seen = payload.seen if payload.is_tiled else None
         super().__init__(calls, _setting(context), make, self.handle_form, seen)
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
         rows, src_info, layout_range, counts = given
         mine = (rows, None, src_info, layout_range, counts, None, None, None)
-        forms = (None if tensor is not None else form for tensor, form in zip(mine, self._forms, strict=True))
-        made = self.context.allocator(*forms)()
+        specs = (None if tensor is not None else spec for tensor, spec in zip(mine, self._specs, strict=True))
+        made = self.context.maker(*specs)()
         return [new if old is None else old for old, new in zip(mine, made, strict=True)]
 
 
-class CombinePlan(_core.LowLatencyCombine):  # type: ignore[misc]
-    """A combine's form. The core calls it, and makes the results.
+class LowLatencyCombinePlan(_core.LowLatencyCombinePlan):  # type: ignore[misc]
+    """Combines of one signature. The core calls it, and makes the results.
 
     plan(tensors, options, state of the handle, out or None, signals)
 
@@ -116,7 +116,7 @@ class CombinePlan(_core.LowLatencyCombine):  # type: ignore[misc]
 
     def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.context = context
-        make = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
+        make = context.maker(tensor_spec(out_shape, torch.bfloat16))  # the sums alone
         calls: Any = context.low_latency.plan_combine(**form)
         super().__init__(calls, _setting(context), make)
 

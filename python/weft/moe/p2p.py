@@ -27,11 +27,8 @@ from weft.moe import arguments, trace
 from weft.moe.buffer_contexts import device_of
 from weft.moe.config import check_flags, check_number
 from weft.moe.device_context import DeviceContext
-from weft.moe.p2p_kept import Kept
-from weft.moe.p2p_order import PhaseOrder
-from weft.moe.p2p_plans import CombineForms, DispatchForms, Layout
-from weft.moe.p2p_sizes import SUMMED, DpColumn, P2PSizes
-from weft.moe.p2p_turns import Turns
+from weft.moe.p2p_phases import Kept, PhaseOrder, Turns
+from weft.moe.p2p_plans import SUMMED, CombinePlans, DispatchPlans, DpColumn, Layout, P2PSizes
 from weft.runtime.bootstrap import find_bootstrap
 from weft.runtime.communicator import connect
 
@@ -168,8 +165,8 @@ class P2PAllToAll:
         self._contexts = [
             DeviceContext(communicator, self.device, 0, room, timeout_s) for _ in range(max_in_flight)
         ]
-        self._dispatches = {context: DispatchForms(context, self.sizes) for context in self._contexts}
-        self._combines = {context: CombineForms(context, self.sizes) for context in self._contexts}
+        self._dispatches = {context: DispatchPlans(context, self.sizes) for context in self._contexts}
+        self._combines = {context: CombinePlans(context, self.sizes) for context in self._contexts}
         if self.device.type == "cuda":  # compiled now: peers would wait for it in the first exchange
             context = self._contexts[0]
             self._dispatches[context].sender(0, 8)
@@ -234,10 +231,10 @@ class P2PAllToAll:
         self._check_phase(handle, "dispatch_send", "dispatch_recv")
         self._used_here(handle)
         context = handle.context
-        forms = self._dispatches[context]
-        layout = forms.layout(out_x, out_x_scale, self.num_local_experts, self.max_recv_tokens)
+        plans = self._dispatches[context]
+        layout = plans.layout(out_x, out_x_scale, self.num_local_experts, self.max_recv_tokens)
         with self._order.making():
-            made = forms.new_outputs(layout, self.num_local_experts, self.num_dp_groups)
+            made = plans.new_outputs(layout, self.num_local_experts, self.num_dp_groups)
         rows = out_x if out_x is not None else made.x
         assert rows is not None
         scales = made.x_scale if out_x_scale is None else out_x_scale
@@ -247,7 +244,7 @@ class P2PAllToAll:
             counts = arguments.check_tensor(
                 "out_num_tokens", out_num_tokens, local, (torch.int32,), self.device
             )
-        calls = forms.receiver(handle.num_tokens, handle.id_bytes, layout)
+        calls = plans.receiver(handle.num_tokens, handle.id_bytes, layout)
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
         used = (*handle.kept[:4], None, None, *into)
         ticket = handle.sent.ticket

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.errors import Error, invalid, quoted
 from weft.moe import arguments, p2p
-from weft.moe.p2p_kept import times_written
+from weft.moe.p2p_phases import times_written
 
 _IN_FLIGHT = 2
 

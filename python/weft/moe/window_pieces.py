@@ -2,7 +2,7 @@
 """When a piece of the window, in which a received tensor lay, can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
-    lease = pieces.lend(context, offset)       # src/bind/leases.h, as is what a storage has of it
+    lease = pieces.lend(context, offset)       # of the core: src/bind/leases.h, as is what a storage has of it
     share = lease.share()                      # kept alive by a storage in that piece
     share.lies_at(address, num_bytes, device)
     pieces.reclaim()                           # before the communication stream writes into what was given back
@@ -38,7 +38,7 @@ from weft.runtime.streams import current_stream
 _core.watch_shares(sys.is_finalizing, profiler, profiled_memory.tell)
 
 
-class WindowPieces:
+class WindowPieces(_core.Pieces):  # type: ignore[misc]
     """The pieces of one window that are out, or on their way back.
 
     Args:
@@ -56,23 +56,18 @@ class WindowPieces:
         give_back_after: Callable[[int, int], bool] | None = None,
         follow: Callable[[int], object] | None = None,
     ) -> None:
+        super().__init__(give_back, cuda.current, give_back_after)
         self._give_back = give_back
         self._comm_stream = comm_stream
         self._cuda = cuda
-        self._give_back_after = give_back_after
         self._follow = follow
         self.returned: list[_Returned] = []  # that wait for streams here
 
-    def lend(self, owner: object, offset: int) -> Any:
-        """Return the lease of a piece. owner: what keeps its memory."""
-        return _core.PieceLease(self, owner, offset, self._cuda.current())
+    def take_later(self, offset: int, home: int, now: int, recorded: dict[int, Any]) -> None:
+        """Note what a piece has to wait for; nothing here waits.
 
-    def take_back(self, offset: int, home: int, recorded: dict[int, Any]) -> None:
-        """Note what the piece has to wait for; nothing here waits. home: the stream when it was lent, by its number."""
-        now = self._cuda.current()
-        is_simple = not recorded and now == home
-        if is_simple and self._give_back_after and self._give_back_after(offset, now):
-            return
+        home, now: the streams when it was lent and when its last storage died, by their numbers.
+        """
         soon = {number: self._cuda.stream(number) for number in (home, now)}
         late = [stream for number, stream in recorded.items() if number not in soon]
         late = [
@@ -109,21 +104,6 @@ class WindowPieces:
             gave = True
         self.returned += pending
         return gave
-
-
-class HostPieces:
-    """The pieces of a window in memory of the host, where calls finish before they return: one is free at once."""
-
-    def __init__(self, give_back: Callable[[int], object]) -> None:
-        self._give_back = give_back
-
-    def lend(self, owner: object, offset: int) -> Any:
-        """Return the lease of a piece. owner: what keeps its memory."""
-        return _core.PieceLease(self, owner, offset, None)
-
-    def take_back(self, offset: int, _home: None, _recorded: dict[int, Any]) -> None:
-        """Make the piece free."""
-        self._give_back(offset)
 
 
 class CudaStreams:

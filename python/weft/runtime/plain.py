@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that can be taken as they are: whose shape, type and device say all that a call has to know.
 
-    if address := plain_address(x):       # a call with this signature was checked before
-        run(address)
+    plan = find_plan(plans, (x, topk_idx), b"dispatch", num_experts)      # plans: a PlanBook
+    if plan is None:
+        plan = plans.keep(checked_and_planned(x, topk_idx, num_experts), (x, topk_idx), b"dispatch", num_experts)
+    plan.run(x, topk_idx)
 
 Others (subclasses, views with gaps, conjugated or freed ones) go through the checks, which say what is wrong.
 """
@@ -10,13 +12,15 @@ Others (subclasses, views with gaps, conjugated or freed ones) go through the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from weft import _core
 
 _ROW_ALIGNMENT_BYTES = 16
+_MOST_PLANS = 4096
+_Plan = TypeVar("_Plan")
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass of its own may be anything
 
 
@@ -60,6 +64,25 @@ def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> Hashable:
     return tuple(forms)
 
 
+def find_by_python(plans: Any, tensors: tuple[torch.Tensor | None, ...], *options: object) -> Any:
+    signature = signature_by_python(tensors, *options)
+    return plans.get(signature) if signature else None
+
+
+class PlanBook(dict[Hashable, Any]):
+    """Planned calls by their signatures. A call that find_plan() finds here has nothing left to be checked for but
+    where its tensors are, and what a signature cannot hold.
+    """
+
+    def keep(self, plan: _Plan, tensors: tuple[torch.Tensor | None, ...], *options: object) -> _Plan:
+        """Return the plan; calls of that signature find it from now on. One without a signature is of no other call."""
+        if signature := signature_of(tensors, *options):
+            if len(self) >= _MOST_PLANS:
+                self.clear()
+            self[signature] = plan
+        return plan
+
+
 def _unknown(*_: object) -> None:
     return None
 
@@ -72,19 +95,20 @@ _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_T
 # tensor may be conjugated, which its memory does not show; it is the caller's to look.
 plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
 # (tensors, *options) -> a call's signature: type, shape and device of each tensor, whether it begins where rows may,
-# and which are None; and the options: bytes, numbers, True, False, None or tuples of such. Empty where a tensor is
+# and which are None; and the options: text, numbers, True, False, None or tuples of such. Empty where a tensor is
 # not plain, or an option is something else: then the call has to be checked.
 signature_of: Callable[..., Hashable] = _core.signature_of if _core_reads else signature_by_python
+# (plans, tensors, *options) -> the plan of a PlanBook for calls of that signature; None for one that is to be checked.
+find_plan: Callable[..., Any] = _core.find_plan if _core_reads else find_by_python
 # (plans, tensors, options) -> what such a dispatch returns; None for one that is to be checked: moe/low_latency_plan.py
 known_low_latency_dispatch: Callable[..., Any] = _core.known_low_latency_dispatch if _core_reads else _unknown
 # (plans, tensors, options, state of the handle) -> the same of a combine
 known_low_latency_combine: Callable[..., Any] = _core.known_low_latency_combine if _core_reads else _unknown
-# (*values) -> where they begin: the same bytes as before, unless one has moved or lost its memory.
-addresses: Callable[..., bytes] = _core.addresses
 
 __all__ = [
     "PLAIN_TYPES",
-    "addresses",
+    "PlanBook",
+    "find_plan",
     "known_low_latency_combine",
     "known_low_latency_dispatch",
     "plain_address",

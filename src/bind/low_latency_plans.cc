@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.LowLatencyDispatch and LowLatencyCombine: calls of one form, each in one trip into the core. They make what
-// a call fills, start it, and return what its caller gets: weft/moe/low_latency.py says what that is. The trip of a call
-// that is known finds the form as well.
+// weft._core.LowLatencyDispatchPlan and LowLatencyCombinePlan: low-latency calls of one signature. A call is one trip into
+// the core, which makes what the call fills, starts it, and returns what its caller gets: weft/moe/low_latency.py says what
+// that is. The trip of a call whose signature is known finds its plan as well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "base/stream_order.h"
 #include "bind/bind.h"
+#include "bind/collected.h"
 #include "bind/low_latency_calls.h"
 #include "bind/signature.h"
 #include "bind/tensor_maker.h"
@@ -111,28 +114,6 @@ class ReceiveHook {
   Left left_;
 };
 
-// For Python's collector: the objects that one of a bound class holds.
-template <class T, nb::object T::*... held>
-struct Collected {
-  static int traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    if (!nb::inst_ready(self)) return 0;
-    const T& of = *nb::inst_ptr<T>(self);
-    int stopped = 0;
-    (void)((stopped = (of.*held).is_valid() ? visit((of.*held).ptr(), arg) : 0, stopped != 0) || ...);
-    return stopped;
-  }
-  static int clear(PyObject* self) {
-    T& of = *nb::inst_ptr<T>(self);
-    if constexpr (requires { of.forget(); }) of.forget();
-    ((of.*held = nb::none()), ...);
-    return 0;
-  }
-  static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
-                                       {Py_tp_clear, reinterpret_cast<void*>(&clear)},
-                                       {0, nullptr}};
-};
-
 // What calls of one device have in common, and the classes of what they return.
 class LowLatencySetting {
  public:
@@ -166,14 +147,8 @@ class LowLatencySetting {
     if (PyList_SetSlice(unused, last, last + 1, nullptr) != 0) throw nb::python_error();
     return taken;
   }
-  template <class... Entry>
-  nb::object handle(const nb::object& state, const Entry&... entries) const {
-    const nb::object handle = bare(handle_type_, sizeof...(entries));
-    Py_ssize_t place = 0;
-    ((void)PyTuple_SetItem(handle.ptr(), place++, nb::object(entries).release().ptr()), ...);
-    static const nb::object name = made(PyUnicode_InternFromString("state"));
-    if (PyObject_SetAttr(handle.ptr(), name.ptr(), state.ptr()) != 0) throw nb::python_error();
-    return handle;
+  nb::object handle(const nb::object& state, std::span<const nb::handle> entries) const {
+    return handle_of(handle_type_, state, entries);
   }
 
  private:
@@ -222,9 +197,9 @@ struct Started {
 
 // A form's calls. They are objects of Python, which keep the buffer's mode alive.
 template <class Calls>
-class Whole {
+class LowLatencyCallPlan {
  protected:
-  Whole(nb::object calls, const LowLatencySetting& setting, std::string name)
+  LowLatencyCallPlan(nb::object calls, const LowLatencySetting& setting, std::string name)
       : kept_(std::move(calls)),
         calls_(&nb::cast<const Calls&>(kept_)),
         setting_(setting),
@@ -273,16 +248,16 @@ class Whole {
   std::string name_;
 };
 
-class WholeDispatch : Whole<DispatchCalls> {
+class LowLatencyDispatchPlan : LowLatencyCallPlan<DispatchCalls> {
  public:
   // x, topk_idx, topk_weights, expert_stats, wait_cycles
   using Arguments = Given<5>;
 
   // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they
   // are.
-  WholeDispatch(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
-                nb::object seen)
-      : Whole(std::move(calls), setting, "low_latency_dispatch"),
+  LowLatencyDispatchPlan(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
+                         nb::object seen)
+      : LowLatencyCallPlan(std::move(calls), setting, "low_latency_dispatch"),
         outputs_(std::move(make)),
         form_(std::move(form)),
         key_(form_.attr("key")),
@@ -294,10 +269,9 @@ class WholeDispatch : Whole<DispatchCalls> {
     Arguments arguments(std::move(tensors), std::move(options));
     arguments.read_addresses();
     nb::object out[8];
-    if (filled.is_none())
-      outputs_.make(out);
-    else
-      outputs_.take(filled, out);
+    if (filled.is_none()) outputs_.make(out);
+    for (Py_ssize_t i = 0; !filled.is_none() && i < 8; ++i)
+      out[i] = made(PySequence_GetItem(filled.ptr(), i));
     return run(arguments, x_scales, out);
   }
   nb::tuple call_known(const Arguments& given) const {
@@ -323,31 +297,32 @@ class WholeDispatch : Whole<DispatchCalls> {
                             weights, sources);
     };
     const Started started = start(given, memory, tensors, state);
-    const nb::object handle =
-        setting().handle(state, src_info, layout_range, nb::object(entries_[0]), nb::object(entries_[1]),
-                         nb::object(entries_[2]), routes, nb::object(entries_[3]), status);
+    const std::array<nb::handle, 8> entries{src_info, layout_range, entry(0), entry(1),
+                                            entry(2), routes,       entry(3), status};
+    const nb::object handle = setting().handle(state, entries);
     const nb::object payload = as_seen(rows, scales);
     if (given[2].is_none()) return nb::make_tuple(payload, counts, handle, started.event, started.hook);
     return nb::make_tuple(payload, counts, weights, sources, handle, started.event, started.hook);
   }
+  nb::handle entry(Py_ssize_t place) const { return PyTuple_GetItem(entries_.ptr(), place); }
   nb::object as_seen(const nb::object& rows, const nb::object& scales) const {
     if (scales.is_none()) return rows;
     return seen_.is_none() ? nb::make_tuple(rows, scales) : seen_(rows, scales);
   }
 
-  Outputs<8> outputs_;
+  Outputs outputs_;
   nb::object form_, key_;
   nb::tuple entries_;  // of a handle: M, hidden, E and the facts
   nb::object seen_;
 };
 
-class WholeCombine : Whole<CombineCalls> {
+class LowLatencyCombinePlan : LowLatencyCallPlan<CombineCalls> {
  public:
   // x, topk_idx, topk_weights, wait_cycles
   using Arguments = Given<4>;
 
-  WholeCombine(nb::object calls, const LowLatencySetting& setting, nb::object make)
-      : Whole(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
+  LowLatencyCombinePlan(nb::object calls, const LowLatencySetting& setting, nb::object make)
+      : LowLatencyCallPlan(std::move(calls), setting, "low_latency_combine"), outputs_(std::move(make)) {}
 
   // filled: what to fill; None: a new tensor.
   nb::tuple call(nb::tuple tensors, nb::tuple options, const HandleState& state, nb::object filled,
@@ -377,35 +352,35 @@ class WholeCombine : Whole<CombineCalls> {
     return nb::make_tuple(combined, started.event, started.hook);
   }
 
-  Outputs<1> outputs_;
+  Outputs outputs_;
 };
 
-// plans: LowLatencyDispatches by the signatures of their calls. Returns None, with nothing done, for a call that is to
+// plans: LowLatencyDispatchPlans by the signatures of their calls. Returns None, with nothing done, for a call that is to
 // be checked.
 nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) {
-  WholeDispatch::Arguments arguments(std::move(tensors), std::move(options));
+  LowLatencyDispatchPlan::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature)) return nb::none();
   const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
-  return nb::cast<const WholeDispatch&>(plan).call_known(arguments);
+  return nb::cast<const LowLatencyDispatchPlan&>(plan).call_known(arguments);
 }
 
-// The same for LowLatencyCombines. A signature ends with the key of the state's form.
+// The same for LowLatencyCombinePlans. A signature ends with the key of the state's form.
 nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, HandleState& state) {
   const TensorAddress routes_at = state.place();
   if (!state.is_ready(routes_at)) return nb::none();
-  WholeCombine::Arguments arguments(std::move(tensors), std::move(options));
+  LowLatencyCombinePlan::Arguments arguments(std::move(tensors), std::move(options));
   Signature signature;
   if (!arguments.sign(signature) || !signature.add_option(state.key)) return nb::none();
   const nb::object plan = signature.found_in(plans);  // kept, should another thread drop it meanwhile
   if (!plan.is_valid()) return nb::none();
-  return nb::cast<const WholeCombine&>(plan).call_known(arguments, state.routes, routes_at);
+  return nb::cast<const LowLatencyCombinePlan&>(plan).call_known(arguments, state.routes, routes_at);
 }
 
 }  // namespace
 
-void bind_low_latency_whole(nb::module_& module) {
+void bind_low_latency_plans(nb::module_& module) {
   using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
                                    &HandleState::status, &HandleState::kept_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
@@ -437,17 +412,17 @@ void bind_low_latency_whole(nb::module_& module) {
            nb::arg("stream"), nb::arg("current_stream").none(), nb::arg("ordinal"), nb::arg("finish"),
            nb::arg("handle_type"), nb::arg("event_type"), nb::arg("unused"), nb::arg("more"));
 
-  nb::class_<WholeDispatch>(module, "LowLatencyDispatch")
+  nb::class_<LowLatencyDispatchPlan>(module, "LowLatencyDispatchPlan")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object, nb::object, nb::object>(),
            nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("form"), nb::arg("seen").none())
-      .def("__call__", &WholeDispatch::call, nb::arg("tensors"), nb::arg("options"),
+      .def("__call__", &LowLatencyDispatchPlan::call, nb::arg("tensors"), nb::arg("options"),
            nb::arg("x_scales").none(), nb::arg("filled").none());
   module.def("known_low_latency_dispatch", &known_dispatch);
 
-  nb::class_<WholeCombine>(module, "LowLatencyCombine")
+  nb::class_<LowLatencyCombinePlan>(module, "LowLatencyCombinePlan")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object>(), nb::arg("calls"), nb::arg("setting"),
            nb::arg("make"))
-      .def("__call__", &WholeCombine::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
+      .def("__call__", &LowLatencyCombinePlan::call, nb::arg("tensors"), nb::arg("options"), nb::arg("state"),
            nb::arg("filled").none(), nb::arg("signals").none(), nb::arg("sends_late") = false);
   module.def("known_low_latency_combine", &known_combine);
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weft.errors import Error
-from weft.moe.p2p_sizes import DpColumn, P2PSizes
+from weft.moe.p2p_plans import DpColumn, P2PSizes
 from weft.runtime.bootstrap import SingleRank
 
 

@@ -54,6 +54,10 @@ std::mt19937_64& chance() {
   return random;
 }
 
+uint32_t small(uint32_t below) {
+  return static_cast<uint32_t>(chance()() % below);
+}
+
 std::string garbage(size_t most) {
   std::string bytes(1 + chance()() % most, '\0');
   for (char& byte : bytes) byte = static_cast<char>(chance()());
@@ -73,10 +77,14 @@ FileDescriptor connected(const sockaddr_in& to) {
 }
 
 // The first bytes of bootstraps and of page streams are as long.
-Greeting greeting_of(const FileDescriptor& socket) {
+Greeting greeting_of(Stream& stream) {
   static_assert(sizeof(Challenge) == sizeof(provider::StreamChallenge));
+  const Deadline soon = Deadline::after_s(kPatience_s);
+  Stream::Hands hands = Stream::Hands::kNotYet;
+  if (!wait_until(soon, [&] { return (hands = stream.shake_hands()) != Stream::Hands::kNotYet; })) return Greeting::kNone;
+  if (hands == Stream::Hands::kRefused) return Greeting::kGone;
   Challenge challenge{};
-  const Moved got = receive_all(socket.get(), &challenge, sizeof challenge, Deadline::after_s(kPatience_s));
+  const Moved got = receive_all(stream, &challenge, sizeof challenge, Deadline::after_s(kPatience_s));
   if (got == Moved::kGone) return Greeting::kGone;
   if (got == Moved::kTimeout) return Greeting::kNone;
   const bool is_pages = std::memcmp(challenge.magic, provider::StreamChallenge().tag, sizeof challenge.magic) == 0;
@@ -84,7 +92,7 @@ Greeting greeting_of(const FileDescriptor& socket) {
 }
 
 // Whether a proof that is none was taken for one.
-bool claim_without_secret(const FileDescriptor& socket, Greeting greeting) {
+bool claim_without_secret(Stream& stream, Greeting greeting) {
   std::string claim = garbage(1);
   if (greeting == Greeting::kPages) {
     claim.assign(sizeof(provider::StreamClaim), '\x5a');
@@ -94,9 +102,9 @@ bool claim_without_secret(const FileDescriptor& socket, Greeting greeting) {
     claim.assign(reinterpret_cast<const char*>(&said), sizeof said);
   }
   const Deadline soon = Deadline::after_s(kPatience_s);
-  if (send_all(socket.get(), claim.data(), claim.size(), soon) != Moved::kAll) return false;
+  if (send_all(stream, claim.data(), claim.size(), soon) != Moved::kAll) return false;
   uint32_t answer[2] = {};
-  if (receive_all(socket.get(), answer, sizeof answer, soon) != Moved::kAll) return false;
+  if (receive_all(stream, answer, sizeof answer, soon) != Moved::kAll) return false;
   return greeting == Greeting::kPages ? answer[1] == 0 : answer[0] != 0;
 }
 
@@ -131,7 +139,7 @@ class Knocker {
  private:
   void say_some(const std::string& victim) {
     using transfer::ImmClass;
-    const uint32_t imm = transfer::encode_imm(static_cast<ImmClass>(chance()() % 3), chance()() % 8, chance()() % 8);
+    const uint32_t imm = transfer::encode_imm(static_cast<ImmClass>(small(3)), small(8), small(8));
     switch (chance()() % 5) {
       case 0:
         tally_.messages += stranger_->say(garbage(4000), victim, kPatience_s);
@@ -155,7 +163,7 @@ class Knocker {
   std::string forged() {
     const auto last = static_cast<uint32_t>(transfer::MessageType::kLast);
     const auto type = static_cast<transfer::MessageType>(1 + chance()() % last);
-    std::string message = transfer::to_bytes({type, transfer::random_id(), 1, 1 + chance()() % 300, 0}, "forged");
+    std::string message = transfer::to_bytes({type, transfer::random_id(), 1, static_cast<uint32_t>(1 + chance()() % 300), 0}, "forged");
     transfer::seal(message, {chance()(), chance()()});
     return message;
   }
@@ -314,14 +322,16 @@ class Attacker {
       default:
         break;
     }
-    const Greeting greeting = greeting_of(socket);
+    auto opened = Stream::open(std::move(socket), Stream::Side::kCaller, "a secret of nobody");
+    if (!opened.ok()) return;
+    const Greeting greeting = greeting_of(*opened);
     if (greeting == Greeting::kGone) return;
     if (greeting != Greeting::kNone) {
       ++tally_.claims;
-      tally_.let_in += claim_without_secret(socket, greeting);
+      tally_.let_in += claim_without_secret(*opened, greeting);
       return;
     }
-    socket.close();
+    opened->close();
     tcp_.attack([&](std::string own) {
       own.replace(sizeof(provider::AddressHead), sizeof to, reinterpret_cast<const char*>(&to), sizeof to);
       return alone(own);

@@ -59,18 +59,11 @@ size_t open_files() {
   return count;
 }
 
-class Strangers : public ::testing::TestWithParam<Backend> {
+class Strangers : public OnBackend {
  protected:
   void SetUp() override {
-    auto made = GetParam().make();
-    ASSERT_TRUE(made.ok()) << made.status().message();
-    provider_ = *made;
-    std::string why = "no NIC";
-    for (const provider::Nic& nic : provider_->probe()) {
-      if (nic.usable()) return honest();
-      why = nic.unusable_because;
-    }
-    GTEST_SKIP() << why;
+    OnBackend::SetUp();
+    if (!IsSkipped() && !HasFatalFailure()) honest();
   }
   void TearDown() override {
     if (!pair_) return;
@@ -124,7 +117,6 @@ class Strangers : public ::testing::TestWithParam<Backend> {
     return inbox;
   }
 
-  std::shared_ptr<provider::Provider> provider_;
   std::unique_ptr<CountedWarnings> warnings_;
   std::unique_ptr<Pair> pair_;
   std::string victim_;

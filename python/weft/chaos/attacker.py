@@ -26,6 +26,7 @@ from weft.errors import invalid
 from weft.runtime.listeners import open_ports, socket_inodes
 
 _LOOK_S = 0.1  # between two looks at which doors there are
+_SPARED = "spared-"  # a file in a round's folder, for each process
 _ANSWER_S = 20.0  # for the attack that it is at
 
 
@@ -47,10 +48,10 @@ class Attacker:
         self._process.wait()
 
     @contextlib.contextmanager
-    def at(self, pids: Sequence[int]) -> Iterator[None]:
-        """Have it attack these processes for as long as the block runs."""
+    def at(self, pids: Sequence[int], folder: Path) -> Iterator[None]:
+        """Have it attack these processes for as long as the block runs, each once spare_others() was called there."""
         over = threading.Event()
-        looking = threading.Thread(target=self._name_doors, args=(pids, over), daemon=True)
+        looking = threading.Thread(target=self._name_doors, args=(pids, folder, over), daemon=True)
         looking.start()
         try:
             yield
@@ -65,10 +66,13 @@ class Attacker:
             [self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, bufsize=0
         )
 
-    def _name_doors(self, pids: Sequence[int], over: threading.Event) -> None:
+    def _name_doors(self, pids: Sequence[int], folder: Path, over: threading.Event) -> None:
         known: set[str] = set()
         while not over.wait(_LOOK_S):
-            found = {door for pid in pids for door in doors_of(pid)}
+            found: set[str] = set()
+            for pid in pids:
+                with contextlib.suppress(OSError):  # it has not begun
+                    found.update(set(doors_of(pid)) - set((folder / f"{_SPARED}{pid}").read_text().splitlines()))
             if found != known:
                 self._say(["clear", *sorted(found)])
                 known = found
@@ -90,6 +94,13 @@ class Attacker:
         self.counts["restarts"] += 1
         self.__exit__()
         self._process = self._start()
+
+
+def spare_others(folder: Path) -> None:
+    """Note which doors this process has before Weft opens any: torch's keep what strangers leave open."""
+    beside = folder / f"beside-{os.getpid()}"
+    beside.write_text("\n".join(doors_of(os.getpid())))
+    beside.rename(folder / f"{_SPARED}{os.getpid()}")
 
 
 def doors_of(pid: int) -> list[str]:

@@ -34,7 +34,7 @@ from weft.chaos.adversary import (
     suffer,
     why_not,
 )
-from weft.chaos.attacker import Attacker
+from weft.chaos.attacker import Attacker, spare_others
 from weft.chaos.judge import Footprint, Outcome, Problem
 from weft.chaos.operations import ENGINE, MAPPED, OPERATIONS, PORTS, Place, compile_kernel
 from weft.errors import Error, PeerLost
@@ -128,7 +128,7 @@ def run_round(drawn: Round, folder: Path, attacker: Attacker | None = None) -> R
         adversary = Adversary(fault, board, pids[0 if is_threads else fault.victim])
         adversary.start()
         try:
-            with attacker.at(pids) if attacker else nullcontext():
+            with attacker.at(pids, folder) if attacker else nullcontext():
                 found = pool.results(lost)
             outcomes = found[0] if is_threads else [one for one in found if one is not None]
         except RankError as error:
@@ -200,6 +200,7 @@ def take_part(rank: Rank, drawn: Round, board: Board, folder: Path) -> Outcome:
     """Be one rank, in a process of its own; raise nothing."""
     _write_to(folder / f"stderr-{rank.rank}")
     before = Footprint.first()
+    spare_others(folder)
     outcome = make_calls(drawn, board, folder, rank.rank, lambda: rank.group)
     if drawn.fault.kind != "no rights":  # who has lost root's rights may not look
         outcome.look_back(before, 1)
@@ -210,6 +211,7 @@ def run_threads(rank: Rank, drawn: Round, board: Board, folder: Path) -> list[Ou
     """Be all ranks, as threads of one process: for the network that is inside one."""
     _write_to(folder / "stderr-0")
     before = Footprint.first()
+    spare_others(folder)
     meeting = _Meeting(drawn.ranks)
     outcomes: list[Outcome] = [Outcome(number) for number in range(drawn.ranks)]
 

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <future>
 #include <random>
 
@@ -65,9 +66,11 @@ class Strangers : public OnBackend {
     OnBackend::SetUp();
     if (!IsSkipped() && !HasFatalFailure()) honest();
   }
+  // The properties are the columns of docs/security.md: what an attack costs the honest side.
   void TearDown() override {
     if (!pair_) return;
-    expect_honest();
+    RecordProperty("open_files_after", static_cast<int>(open_files()));
+    RecordProperty("honest_ms_after", timed_ms([&] { expect_honest(); }));
     EXPECT_LE(warnings_->count(), warnings_->allowed());
     pair_.reset();
     warnings_.reset();
@@ -77,7 +80,15 @@ class Strangers : public OnBackend {
     pair_ = std::make_unique<Pair>(provider_, 1, 1, 1 << 16, with_secret());
     victim_ = parse_address(pair_->b.engine->address())->rails[0];
     seven_ = *pair_->b.engine->imm_counter(pair_->a_at_b, 7);
-    expect_honest();
+    expect_honest();  // the first time also connects
+    RecordProperty("open_files_before", static_cast<int>(open_files()));
+    RecordProperty("honest_ms_before", timed_ms([&] { expect_honest(); }));
+  }
+  static int timed_ms(const std::function<void()>& what) {
+    const auto began = std::chrono::steady_clock::now();
+    what();
+    const auto took = std::chrono::steady_clock::now() - began;
+    return static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(took).count());
   }
 
   // Writes, messages and barriers between peers that do nothing wrong: more of them than an engine has buffers.

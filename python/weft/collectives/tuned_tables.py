@@ -42,7 +42,7 @@ def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -
     """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
     without = {(collective, ranks) for collective in collectives}
     return [
-        written for written, row in _read_rows(path, key, True) if (row["collective"], row["ranks"]) not in without
+        written for written, row in _read_rows(path, key, is_private=False) if (row["collective"], row["ranks"]) not in without
     ]
 
 

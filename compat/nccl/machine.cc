@@ -87,7 +87,8 @@ Result<ProgramBook> find_book(Device device, uint32_t ranks) {
   std::string reasons;
   std::vector<fs::path> paths;
   if (!config().program_book.empty()) paths.emplace_back(expand_home(config().program_book));
-  const fs::path tuned = tuned_book(device, ranks);  // nobody named it: it must be this user's, as the cache around it
+  const fs::path tuned =
+      tuned_book(device, ranks);  // nobody named it: it must be this user's, as the cache around it
   paths.push_back(tuned);
   paths.push_back(fs::path(own_folder()) / "programs.book");
   for (const fs::path& path : paths) {

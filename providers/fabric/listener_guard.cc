@@ -69,7 +69,7 @@ bool is_idle(int fd, uint32_t most_ms) {
 
 // A socket's is its own as long as it is open.
 ino_t inode_of(int fd) {
-  struct stat facts {};
+  struct stat facts{};
   return fstat(fd, &facts) == 0 && S_ISSOCK(facts.st_mode) ? facts.st_ino : 0;
 }
 

@@ -29,8 +29,8 @@
 #include <netinet/in.h>
 #include <sys/uio.h>
 
-#include "base/paced_log.h"
 #include "base/file_descriptor.h"
+#include "base/paced_log.h"
 #include "base/proof.h"
 #include "base/stream.h"
 #include "providers/provider.h"

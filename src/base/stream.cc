@@ -52,7 +52,8 @@ Stream::Hands Stream::refuse(Status why) {
 }
 
 Stream::Hands Stream::gone() {
-  return refuse(Status::make(Code::kPeerLost, "{}", errno ? std::strerror(errno) : "the other side closed it"));
+  return refuse(
+      Status::make(Code::kPeerLost, "{}", errno ? std::strerror(errno) : "the other side closed it"));
 }
 
 // The openings of both sides.
@@ -60,8 +61,8 @@ Stream::Hands Stream::greet() {
   Opening own;
   own.is_tls = is_tls();
   while (said_ < sizeof own) {
-    const ssize_t sent =
-        ::send(fd(), reinterpret_cast<const char*>(&own) + said_, sizeof own - said_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = ::send(fd(), reinterpret_cast<const char*>(&own) + said_, sizeof own - said_,
+                                MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) return must_wait() ? Hands::kNotYet : gone();
     said_ += static_cast<size_t>(sent);
   }
@@ -75,8 +76,9 @@ Stream::Hands Stream::greet() {
   if (std::memcmp(theirs_.magic, own.magic, sizeof own.magic) != 0 || theirs_.version != own.version)
     return refuse(Status::invalid("address: something else listens or calls there"));
   if (theirs_.is_tls != own.is_tls)
-    return refuse(Status::invalid("WEFT_TLS: got {} here and {} on the other side, allowed: the same on all ranks",
-                                  own.is_tls, theirs_.is_tls));
+    return refuse(
+        Status::invalid("WEFT_TLS: got {} here and {} on the other side, allowed: the same on all ranks",
+                        own.is_tls, theirs_.is_tls));
   return Hands::kShaken;
 }
 
@@ -86,8 +88,10 @@ Stream::Hands Stream::shake_hands() {
   if (moved == TlsSession::Moved::kDone) return Hands::kShaken;
   if (moved == TlsSession::Moved::kAgain) return Hands::kNotYet;
   if (tls_->is_gone()) return refuse(Status(Code::kPeerLost, tls_->why()));
-  return refuse(Status::invalid("secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET "
-                                "on all ranks (TLS: {})", tls_->why()));
+  return refuse(Status::invalid(
+      "secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET "
+      "on all ranks (TLS: {})",
+      tls_->why()));
 }
 
 ssize_t Stream::send(const void* data, size_t bytes) {

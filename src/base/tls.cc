@@ -18,40 +18,40 @@ namespace {
 struct Ssl;
 struct SslContext;
 struct Bio;
-using AskCaller = unsigned (*)(Ssl*, const char* hint, char* identity, unsigned identity_max, unsigned char* key,
-                               unsigned key_max);
+using AskCaller = unsigned (*)(Ssl*, const char* hint, char* identity, unsigned identity_max,
+                               unsigned char* key, unsigned key_max);
 using AskListener = unsigned (*)(Ssl*, const char* identity, unsigned char* key, unsigned key_max);
-#define WEFT_OPENSSL(F)                                                                     \
-  F(TLS_method, const void*, ())                                                            \
-  F(SSL_CTX_new, SslContext*, (const void*))                                                \
-  F(SSL_CTX_ctrl, long, (SslContext*, int command, long, void*))                            \
-  F(SSL_CTX_set_ciphersuites, int, (SslContext*, const char*))                              \
-  F(SSL_CTX_set_num_tickets, int, (SslContext*, size_t))                                    \
-  F(SSL_CTX_set_psk_client_callback, void, (SslContext*, AskCaller))                        \
-  F(SSL_CTX_set_psk_server_callback, void, (SslContext*, AskListener))                      \
-  F(SSL_new, Ssl*, (SslContext*))                                                           \
-  F(SSL_free, void, (Ssl*))                                                                 \
-  F(SSL_set_bio, void, (Ssl*, Bio*, Bio*))                                                  \
-  F(SSL_set_ex_data, int, (Ssl*, int, void*))                                               \
-  F(SSL_get_ex_data, void*, (const Ssl*, int))                                              \
-  F(SSL_set_connect_state, void, (Ssl*))                                                    \
-  F(SSL_set_accept_state, void, (Ssl*))                                                     \
-  F(SSL_do_handshake, int, (Ssl*))                                                          \
-  F(SSL_read, int, (Ssl*, void*, int))                                                      \
-  F(SSL_write, int, (Ssl*, const void*, int))                                               \
-  F(SSL_get_error, int, (const Ssl*, int))                                                  \
-  F(BIO_meth_new, void*, (int, const char*))                                                \
-  F(BIO_meth_set_write, int, (void*, int (*)(Bio*, const char*, int)))                      \
-  F(BIO_meth_set_read, int, (void*, int (*)(Bio*, char*, int)))                             \
-  F(BIO_meth_set_ctrl, int, (void*, long (*)(Bio*, int, long, void*)))                      \
-  F(BIO_new, Bio*, (const void*))                                                           \
-  F(BIO_set_data, void, (Bio*, void*))                                                      \
-  F(BIO_get_data, void*, (Bio*))                                                            \
-  F(BIO_set_init, void, (Bio*, int))                                                        \
-  F(BIO_set_flags, void, (Bio*, int))                                                       \
-  F(BIO_clear_flags, void, (Bio*, int))                                                     \
-  F(ERR_clear_error, void, ())                                                              \
-  F(ERR_peek_last_error, unsigned long, ())                                                 \
+#define WEFT_OPENSSL(F)                                                \
+  F(TLS_method, const void*, ())                                       \
+  F(SSL_CTX_new, SslContext*, (const void*))                           \
+  F(SSL_CTX_ctrl, long, (SslContext*, int command, long, void*))       \
+  F(SSL_CTX_set_ciphersuites, int, (SslContext*, const char*))         \
+  F(SSL_CTX_set_num_tickets, int, (SslContext*, size_t))               \
+  F(SSL_CTX_set_psk_client_callback, void, (SslContext*, AskCaller))   \
+  F(SSL_CTX_set_psk_server_callback, void, (SslContext*, AskListener)) \
+  F(SSL_new, Ssl*, (SslContext*))                                      \
+  F(SSL_free, void, (Ssl*))                                            \
+  F(SSL_set_bio, void, (Ssl*, Bio*, Bio*))                             \
+  F(SSL_set_ex_data, int, (Ssl*, int, void*))                          \
+  F(SSL_get_ex_data, void*, (const Ssl*, int))                         \
+  F(SSL_set_connect_state, void, (Ssl*))                               \
+  F(SSL_set_accept_state, void, (Ssl*))                                \
+  F(SSL_do_handshake, int, (Ssl*))                                     \
+  F(SSL_read, int, (Ssl*, void*, int))                                 \
+  F(SSL_write, int, (Ssl*, const void*, int))                          \
+  F(SSL_get_error, int, (const Ssl*, int))                             \
+  F(BIO_meth_new, void*, (int, const char*))                           \
+  F(BIO_meth_set_write, int, (void*, int (*)(Bio*, const char*, int))) \
+  F(BIO_meth_set_read, int, (void*, int (*)(Bio*, char*, int)))        \
+  F(BIO_meth_set_ctrl, int, (void*, long (*)(Bio*, int, long, void*))) \
+  F(BIO_new, Bio*, (const void*))                                      \
+  F(BIO_set_data, void, (Bio*, void*))                                 \
+  F(BIO_get_data, void*, (Bio*))                                       \
+  F(BIO_set_init, void, (Bio*, int))                                   \
+  F(BIO_set_flags, void, (Bio*, int))                                  \
+  F(BIO_clear_flags, void, (Bio*, int))                                \
+  F(ERR_clear_error, void, ())                                         \
+  F(ERR_peek_last_error, unsigned long, ())                            \
   F(ERR_reason_error_string, const char*, (unsigned long))
 
 struct Library {
@@ -84,7 +84,8 @@ unsigned give_key(const Ssl* ssl, unsigned char* key, unsigned key_max) {
   return own.size();
 }
 
-unsigned ask_caller(Ssl* ssl, const char*, char* identity, unsigned identity_max, unsigned char* key, unsigned key_max) {
+unsigned ask_caller(Ssl* ssl, const char*, char* identity, unsigned identity_max, unsigned char* key,
+                    unsigned key_max) {
   if (identity_max <= std::strlen(kIdentity)) return 0;
   std::strcpy(identity, kIdentity);
   return give_key(ssl, key, key_max);
@@ -119,11 +120,13 @@ Result<Library> open_library() {
   void* const handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
   const char* const error = handle ? nullptr : dlerror();
   if (!handle)
-    return logged(Status::make(Code::kUnsupported, "WEFT_TLS: got 1, but {} of OpenSSL 3 cannot be opened ({}), "
-                               "allowed: 0, or 1 with it (Debian's and Ubuntu's package libssl3)", kName, error ? error : "no reason given"));
+    return logged(Status::make(Code::kUnsupported,
+                               "WEFT_TLS: got 1, but {} of OpenSSL 3 cannot be opened ({}), "
+                               "allowed: 0, or 1 with it (Debian's and Ubuntu's package libssl3)",
+                               kName, error ? error : "no reason given"));
   Library lib;
   const char* missing = nullptr;
-#define WEFT_OPENSSL_LOAD(name, result, arguments)                       \
+#define WEFT_OPENSSL_LOAD(name, result, arguments)                        \
   lib.name = reinterpret_cast<result(*) arguments>(dlsym(handle, #name)); \
   if (!lib.name) missing = #name;
   WEFT_OPENSSL(WEFT_OPENSSL_LOAD)
@@ -134,7 +137,8 @@ Result<Library> open_library() {
   if (!lib.socket_calls || !lib.context ||
       lib.SSL_CTX_ctrl(lib.context, kSetLeastVersion, kTls13, nullptr) != 1 ||
       lib.SSL_CTX_set_ciphersuites(lib.context, kSuites) != 1)
-    return logged(Status::make(Code::kUnsupported, "WEFT_TLS: {} cannot have TLS 1.3 with {}", kName, kSuites));
+    return logged(
+        Status::make(Code::kUnsupported, "WEFT_TLS: {} cannot have TLS 1.3 with {}", kName, kSuites));
   lib.BIO_meth_set_write(lib.socket_calls, write_socket);
   lib.BIO_meth_set_read(lib.socket_calls, read_socket);
   lib.BIO_meth_set_ctrl(lib.socket_calls, control_socket);
@@ -158,7 +162,8 @@ const Library& openssl() {
 
 Status TlsSession::check(std::string_view secret) {
   if (secret.empty())
-    return Status::invalid("WEFT_TLS: got 1 without a secret, allowed: 1 where WEFT_JOB_SECRET, or the launcher, gives one");
+    return Status::invalid(
+        "WEFT_TLS: got 1 without a secret, allowed: 1 where WEFT_JOB_SECRET, or the launcher, gives one");
   return library().status();
 }
 
@@ -210,7 +215,11 @@ ssize_t TlsSession::result(int code) {
     return -1;
   }
   const char* const reason = lib.ERR_reason_error_string(lib.ERR_peek_last_error());
-  if (why_.empty()) why_ = is_at_end_ ? "the other side closed it" : error_ ? std::strerror(error_) : reason ? reason : "ended";
+  if (why_.empty())
+    why_ = is_at_end_ ? "the other side closed it"
+           : error_   ? std::strerror(error_)
+           : reason   ? reason
+                      : "ended";
   lib.ERR_clear_error();
   if (is_at_end_) return 0;
   errno = error_ ? error_ : EPROTO;

@@ -37,7 +37,7 @@ class TlsSession {
   // As send() and recv() of a socket that does not block. EPROTO: the bytes are not of this connection.
   ssize_t send(const void* data, size_t bytes);
   ssize_t receive(void* data, size_t bytes);
-  const std::string& why() const { return why_; }  // of kFailed and EPROTO
+  const std::string& why() const { return why_; }             // of kFailed and EPROTO
   bool is_gone() const { return is_at_end_ || error_ != 0; }  // and no word of TLS's said why
 
   // For OpenSSL's calls back.

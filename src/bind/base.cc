@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "base/config.h"
-#include "base/private_path.h"
 #include "base/deep_ep_variables.h"
 #include "base/log.h"
+#include "base/private_path.h"
 #include "base/process_name.h"
 #include "bind/bind.h"
 

@@ -191,9 +191,10 @@ void bind_communicator(nb::module_& module) {
         nb::gil_scoped_release no_gil;
         bootstrap.close();
       });
-  module.def("bootstrap_at", [](const std::string& host, uint16_t port, int rank, int size, nb::bytes secret) {
-    return bootstrap_at({host, port, rank, size, std::string(secret.c_str(), secret.size())});
-  });
+  module.def("bootstrap_at",
+             [](const std::string& host, uint16_t port, int rank, int size, nb::bytes secret) {
+               return bootstrap_at({host, port, rank, size, std::string(secret.c_str(), secret.size())});
+             });
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&PeerWatch::process_ends));
   module.def("thread_bootstraps", &thread_bootstraps, "ranks"_a);
   OwnedClass<Communicator>(module, "Communicator")

@@ -23,7 +23,8 @@ constexpr uint32_t kWordsMax = 4096;
 constexpr double kTellAfter_s = 5;  // who has not reached the listener says so
 constexpr double kGrace_s = 2;      // for a listener that had answered to listen again
 constexpr const char* kOtherSecret =
-    "secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET on all ranks, and the same id";
+    "secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET on all ranks, "
+    "and the same id";
 
 // What the door answers: the proof that it knows the key too, or words.
 struct Answer {
@@ -186,8 +187,8 @@ void Door::turn_away(Pending& pending, const std::string& why) {
   ++refused_;
   if (from_.size() < kAddressesTold) from_.insert(name_of_peer(pending.stream.fd(), false));
   if (const uint64_t times = turned_away_.count())
-    log_warn("bootstrap: a connection from {} is refused: {} ({} so far)", name_of_peer(pending.stream.fd(), true), why,
-             times);
+    log_warn("bootstrap: a connection from {} is refused: {} ({} so far)",
+             name_of_peer(pending.stream.fd(), true), why, times);
 }
 
 std::string Door::account() const {
@@ -231,8 +232,8 @@ class Knocking {
  private:
   Status lost(std::string_view why) const {
     const double waited_s = until_.passed() ? limit_s_ : limit_s_ - until_.left_s();
-    return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {} ({}{})", caller_.rank,
-                        std::round(waited_s * 100) / 100, caller_.listener, why, caller_.hint);
+    return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {} ({}{})",
+                        caller_.rank, std::round(waited_s * 100) / 100, caller_.listener, why, caller_.hint);
   }
 
   // A connection to any of the addresses.

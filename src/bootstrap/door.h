@@ -108,9 +108,9 @@ struct Caller {
   std::vector<SocketAddress> addresses;  // of one listener; each is tried
   std::string key;
   int rank = 0, size = 0;
-  std::string listener;          // for messages: "rank 0 at 10.0.0.1:29600"
-  bool is_early = false;         // nobody may listen yet: it tries again
-  std::string hint = "";         // for people, where nobody answers
+  std::string listener;   // for messages: "rank 0 at 10.0.0.1:29600"
+  bool is_early = false;  // nobody may listen yet: it tries again
+  std::string hint = "";  // for people, where nobody answers
 };
 // Connects, and proves to know the key; connects again when it is dropped before it could. Errors: kInvalid
 // with the door's words when it refuses, also for another key; kPeerLost when nobody listens or answers.

@@ -70,8 +70,8 @@ class Meeting {
       return Door::refuse(
           guest, text("rank {}: the others go on without it, because it {}", guest.rank, lost_[guest.rank]));
     if (guest.size != size_)
-      return Door::refuse(guest, text("size: got {} on rank 0, {} on rank {}, allowed: the same on all ranks", size_,
-                                      guest.size, guest.rank));
+      return Door::refuse(guest, text("size: got {} on rank 0, {} on rank {}, allowed: the same on all ranks",
+                                      size_, guest.size, guest.rank));
     if (guest.rank < 0 || guest.rank >= size_ || peers_.contains(guest.rank))
       return Door::refuse(guest, text("rank: got {} twice, allowed: each rank once", guest.rank));
     if (!Door::welcome(guest)) return;

@@ -23,8 +23,8 @@
 namespace weft {
 namespace {
 
-constexpr double kGraceS = 2;      // a rank waits longer than the meeting, so that it hears who is missing
-constexpr double kLate_s = 0.2;    // who wakes up so much later than it wanted to was stopped, or had no core
+constexpr double kGraceS = 2;    // a rank waits longer than the meeting, so that it hears who is missing
+constexpr double kLate_s = 0.2;  // who wakes up so much later than it wanted to was stopped, or had no core
 constexpr const char* kMaker =
     "the process that made the id (rank 0's, unless an id of NCCL was made elsewhere)";
 constexpr double kFarewell_s = 1;  // for the meeting to pass on that a rank leaves
@@ -148,10 +148,8 @@ class TcpBootstrap : public MeetingBootstrap {
         wait(patience_s) || ((rank_ == kHost || limit_s - until.left_s() > most_s) && wait(kGraceS));
     const double waited_s = std::round((until.passed() ? limit_s : limit_s - until.left_s()) * 100) / 100;
     if (!has_answer_)
-      return Status::make(
-          Code::kPeerLost,
-          "rank {}, bootstrap.all_gather, waited {} s: {} {}", rank_, waited_s, host_,
-          came || !is_sent ? "is gone" : "does not answer");
+      return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s: {} {}", rank_,
+                          waited_s, host_, came || !is_sent ? "is gone" : "does not answer");
     if (code_ == Code::kPeerLost)
       return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {}", rank_,
                           waited_s, answer_);
@@ -306,10 +304,12 @@ Result<std::vector<SocketAddress>> resolve(const std::string& host, uint16_t por
   hints.ai_socktype = SOCK_STREAM;
   const int error = getaddrinfo(host.c_str(), text("{}", port).c_str(), &hints, &found);
   if (error)
-    return Status::invalid("address: got '{}', allowed: a host that can be resolved ({})", host, gai_strerror(error));
+    return Status::invalid("address: got '{}', allowed: a host that can be resolved ({})", host,
+                           gai_strerror(error));
   std::vector<SocketAddress> all;
   for (const addrinfo* one = found; one; one = one->ai_next)
-    if (one->ai_addrlen <= sizeof(SocketAddress)) std::memcpy(&all.emplace_back(), one->ai_addr, one->ai_addrlen);
+    if (one->ai_addrlen <= sizeof(SocketAddress))
+      std::memcpy(&all.emplace_back(), one->ai_addr, one->ai_addrlen);
   freeaddrinfo(found);
   return all;
 }
@@ -364,10 +364,10 @@ class PlaceBootstrap : public AddressBootstrap {
 
   Status serve(const SocketAddress& address) {
     FileDescriptor listener = listen_at(address);
-    if (!listener.is_open())
-      return logged(Status::from_errno(errno, "rank 0: cannot listen at {}", where()));
+    if (!listener.is_open()) return logged(Status::from_errno(errno, "rank 0: cannot listen at {}", where()));
     if (place_.secret.empty() && !is_loopback(address))
-      log_warn("rank 0 takes whoever connects to {} for a rank of this job: WEFT_JOB_SECRET is not set", where());
+      log_warn("rank 0 takes whoever connects to {} for a rank of this job: WEFT_JOB_SECRET is not set",
+               where());
     return serve_meeting(std::move(listener), place_.secret, place_.size);
   }
 
@@ -390,7 +390,8 @@ Result<std::shared_ptr<MeetingBootstrap>> join_meeting(const MeetingTicket& tick
   socklen_t bytes = 0;
   WEFT_TRY_ASSIGN(Stream stream,
                   knock({{address_of(ticket, bytes)}, key_of(ticket), rank, size, kMaker}, until));
-  return std::shared_ptr<MeetingBootstrap>(std::make_shared<TcpBootstrap>(rank, size, std::move(stream), kMaker));
+  return std::shared_ptr<MeetingBootstrap>(
+      std::make_shared<TcpBootstrap>(rank, size, std::move(stream), kMaker));
 }
 
 }  // namespace weft

@@ -35,10 +35,10 @@ namespace {
 
 using transfer::testing::Stranger;
 
-constexpr size_t kHeld = 48;           // connections that are kept open, the oldest goes
-constexpr int kPause_ms = 10;          // between two attacks: the job's ranks need the cores, too
-constexpr int kPerStranger = 200;      // then another one comes, with other addresses
-constexpr double kPatience_s = 0.3;    // for what nobody may answer
+constexpr size_t kHeld = 48;         // connections that are kept open, the oldest goes
+constexpr int kPause_ms = 10;        // between two attacks: the job's ranks need the cores, too
+constexpr int kPerStranger = 200;    // then another one comes, with other addresses
+constexpr double kPatience_s = 0.3;  // for what nobody may answer
 constexpr uid_t kNobody = 65534;
 
 enum class Greeting { kNone, kGone, kBootstrap, kPages };
@@ -68,7 +68,8 @@ std::string garbage(size_t most) {
 
 FileDescriptor connected(const sockaddr_in& to) {
   FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0 && errno != EINPROGRESS) return {};
+  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0 && errno != EINPROGRESS)
+    return {};
   pollfd entry{socket.get(), POLLOUT, 0};
   int error = 1;
   socklen_t bytes = sizeof error;
@@ -81,13 +82,15 @@ Greeting greeting_of(Stream& stream) {
   static_assert(sizeof(Challenge) == sizeof(provider::StreamChallenge));
   const Deadline soon = Deadline::after_s(kPatience_s);
   Stream::Hands hands = Stream::Hands::kNotYet;
-  if (!wait_until(soon, [&] { return (hands = stream.shake_hands()) != Stream::Hands::kNotYet; })) return Greeting::kNone;
+  if (!wait_until(soon, [&] { return (hands = stream.shake_hands()) != Stream::Hands::kNotYet; }))
+    return Greeting::kNone;
   if (hands == Stream::Hands::kRefused) return Greeting::kGone;
   Challenge challenge{};
   const Moved got = receive_all(stream, &challenge, sizeof challenge, Deadline::after_s(kPatience_s));
   if (got == Moved::kGone) return Greeting::kGone;
   if (got == Moved::kTimeout) return Greeting::kNone;
-  const bool is_pages = std::memcmp(challenge.magic, provider::StreamChallenge().tag, sizeof challenge.magic) == 0;
+  const bool is_pages =
+      std::memcmp(challenge.magic, provider::StreamChallenge().tag, sizeof challenge.magic) == 0;
   return is_pages ? Greeting::kPages : Greeting::kBootstrap;
 }
 
@@ -155,15 +158,16 @@ class Knocker {
         return;
       default:
         const transfer::RailKey guess{0, chance()()};
-        tally_.immediates +=
-            stranger_->write_imm(transfer::with_token(imm, static_cast<uint32_t>(chance()())), guess, victim, kPatience_s);
+        tally_.immediates += stranger_->write_imm(
+            transfer::with_token(imm, static_cast<uint32_t>(chance()())), guess, victim, kPatience_s);
     }
   }
 
   std::string forged() {
     const auto last = static_cast<uint32_t>(transfer::MessageType::kLast);
     const auto type = static_cast<transfer::MessageType>(1 + chance()() % last);
-    std::string message = transfer::to_bytes({type, transfer::random_id(), 1, static_cast<uint32_t>(1 + chance()() % 300), 0}, "forged");
+    std::string message = transfer::to_bytes(
+        {type, transfer::random_id(), 1, static_cast<uint32_t>(1 + chance()() % 300), 0}, "forged");
     transfer::seal(message, {chance()(), chance()()});
     return message;
   }
@@ -219,7 +223,8 @@ void send_datagram(const std::string& name, Tally& tally) {
     const int both[] = {from.get(), lingers.get()};
     std::memcpy(CMSG_DATA(head), both, sizeof both);
   }
-  for (int i = 0; i < 20; ++i) tally.datagrams += ::sendmsg(from.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+  for (int i = 0; i < 20; ++i)
+    tally.datagrams += ::sendmsg(from.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
 }
 
 // What a child without root's rights does on the host, a name of a door at a time.
@@ -263,7 +268,8 @@ class OtherUser {
 
 class Attacker {
  public:
-  explicit Attacker(Tally& tally) : tally_(tally), other_(tally), tcp_("fabric:tcp", tally), shm_("fabric:shm", tally) {}
+  explicit Attacker(Tally& tally)
+      : tally_(tally), other_(tally), tcp_("fabric:tcp", tally), shm_("fabric:shm", tally) {}
 
   void take(const std::string& line) {
     std::istringstream words(line);
@@ -289,10 +295,11 @@ class Attacker {
  private:
   void report() {
     std::printf(
-        "{\"silent\": %lu, \"words\": %lu, \"garbage\": %lu, \"claims\": %lu, \"messages\": %lu, \"hellos\": %lu, "
+        "{\"silent\": %lu, \"words\": %lu, \"garbage\": %lu, \"claims\": %lu, \"messages\": %lu, \"hellos\": "
+        "%lu, "
         "\"immediates\": %lu, \"datagrams\": %lu, \"files\": %lu, \"let_in\": %lu}\n",
-        tally_.silent, tally_.words, tally_.garbage, tally_.claims, tally_.messages, tally_.hellos, tally_.immediates,
-        tally_.datagrams, tally_.files, tally_.let_in);
+        tally_.silent, tally_.words, tally_.garbage, tally_.claims, tally_.messages, tally_.hellos,
+        tally_.immediates, tally_.datagrams, tally_.files, tally_.let_in);
     std::fflush(stdout);
     tally_ = {};
   }
@@ -389,7 +396,8 @@ bool read_lines(Attacker& attacker) {
 int run() {
   std::signal(SIGPIPE, SIG_IGN);
   set_log_sink([](LogLevel, const std::string&) {});  // that it is refused is what it came for
-  void* const shared = mmap(nullptr, sizeof(Tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* const shared =
+      mmap(nullptr, sizeof(Tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return 1;
   Attacker attacker(*new (shared) Tally{});
   while (read_lines(attacker)) {

@@ -38,7 +38,9 @@ except Error as error:
 """
 
 
-def start(rank: int, port: int, tls: str, secret: str = SECRET, limit_s: float = 60, **more: str) -> subprocess.Popen[str]:
+def start(
+    rank: int, port: int, tls: str, secret: str = SECRET, limit_s: float = 60, **more: str
+) -> subprocess.Popen[str]:
     variables = environment() | {"WEFT_TLS": tls, "WEFT_JOB_SECRET": secret, **more}
     command = [sys.executable, "-c", RANK, str(rank), str(port), str(limit_s)]
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -55,7 +57,7 @@ def free_port() -> int:
 
 
 class Between:
-    """Passes on what comes at ``port`` to ``to``, and keeps it: by connection, what its caller said and what it heard."""
+    """Passes on what comes at ``port`` to ``to``, and keeps it: by connection, what its caller said and heard."""
 
     def __init__(self, to: int) -> None:
         self._to, self._over = to, threading.Event()
@@ -75,7 +77,11 @@ class Between:
 
     def _pass_on(self, caller: socket.socket) -> None:
         kept = (bytearray(), bytearray())
-        with caller, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as called:
+        with (
+            caller,
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self._to)) as called,
+        ):
             self.heard.append(kept)
             both = [caller, called]
             while not self._over.is_set():
@@ -121,7 +127,10 @@ def test_a_rank_that_is_set_differently_is_refused_by_name(tls: str) -> None:
     port = free_port()
     other = str(1 - int(tls))
     zero, one = start(0, port, tls, limit_s=8), start(1, port, other)
-    assert f"invalid: WEFT_TLS: got {other} here and {tls} on the other side, allowed: the same on all ranks" in said(one)
+    assert (
+        f"invalid: WEFT_TLS: got {other} here and {tls} on the other side, allowed: the same on all ranks"
+        in said(one)
+    )
     out, err = zero.communicate(timeout=120)
     assert "peer_lost: rank 0, bootstrap.all_gather, waited 8 s for rank 1; refused 1" in out, out
     assert f"WEFT_TLS: got {tls} here and {other} on the other side" in err
@@ -142,11 +151,10 @@ def test_a_recorded_connection_opens_nothing_again() -> None:
         (recorded, answer), *_ = [kept for kept in wire.heard if len(kept[0]) > len(PAYLOAD)]
     zero = start(0, port, "1")
     heard = bytearray()
-    with connected(port) as again:
-        with contextlib.suppress(OSError):
-            again.sendall(recorded)
-            while data := again.recv(65536):
-                heard += data
+    with connected(port) as again, contextlib.suppress(OSError):
+        again.sendall(recorded)
+        while data := again.recv(65536):
+            heard += data
     assert len(heard) < len(answer) - len(PAYLOAD) and PAYLOAD not in heard
     one = start(1, port, "1")
     assert [said(zero), said(one)] == ["right", "right"]
@@ -164,7 +172,11 @@ def test_tls_without_a_secret_is_an_error() -> None:
     assert "invalid: WEFT_TLS: got 1 without a secret" in said(start(0, free_port(), "1", secret=""))
     made = "from weft.transfer import TransferEngine; TransferEngine('fabric:tcp')"
     ran = subprocess.run(
-        [sys.executable, "-c", made], env=environment() | {"WEFT_TLS": "1"}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", made],
+        env=environment() | {"WEFT_TLS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert "WEFT_TLS: got 1 without a secret" in ran.stderr or "fabric:tcp" in ran.stderr
 
@@ -187,7 +199,16 @@ def test_tls_without_openssl_names_what_is_missing(tmp_path: Path) -> None:
         pytest.skip("needs a C compiler")
     (tmp_path / "without.c").write_text(WITHOUT)
     library = tmp_path / "without.so"
-    subprocess.run([compiler, "-shared", "-fPIC", str(tmp_path / "without.c"), "-o", str(library), "-ldl"], check=True)
-    message = said(start(1, free_port(), "1", LD_PRELOAD=":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))))
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", str(tmp_path / "without.c"), "-o", str(library), "-ldl"], check=True
+    )
+    message = said(
+        start(
+            1,
+            free_port(),
+            "1",
+            LD_PRELOAD=":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)])),
+        )
+    )
     assert "unsupported: WEFT_TLS: got 1, but libssl.so.3 of OpenSSL 3 cannot be opened" in message
     assert "package libssl3" in message

@@ -59,7 +59,8 @@ Stream shaken(FileDescriptor socket, Stream::Side side) {
   ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
   auto stream = Stream::open(std::move(socket), side, "");
   EXPECT_TRUE(stream.ok());
-  EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return stream->shake_hands() == Stream::Hands::kShaken; }));
+  EXPECT_TRUE(
+      wait_until(Deadline::after_s(10), [&] { return stream->shake_hands() == Stream::Hands::kShaken; }));
   return std::move(*stream);
 }
 
@@ -150,7 +151,8 @@ TEST(Door, AClaimThatWasOverheardIsWorthNothing) {
   std::thread rank([&] { (void)knock({{between}, kKey, 3, 4, "the gate"}, Deadline::after_s(3)); });
   const Deadline soon = Deadline::after_s(10);
   {
-    Stream theirs = shaken(FileDescriptor(::accept(listener.get(), nullptr, nullptr)), Stream::Side::kListener);
+    Stream theirs =
+        shaken(FileDescriptor(::accept(listener.get(), nullptr, nullptr)), Stream::Side::kListener);
     Stream ours = shaken(gate.stranger(), Stream::Side::kCaller);
     ASSERT_EQ(receive_all(ours, &first, sizeof first, soon), Moved::kAll);
     ASSERT_EQ(send_all(theirs, &first, sizeof first, soon), Moved::kAll);

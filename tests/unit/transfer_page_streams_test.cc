@@ -254,8 +254,8 @@ TEST_P(PagesOver, AnotherJobsPagesAreRefusedAndItIsTold) {
   ASSERT_TRUE(ends.wait(1));
   EXPECT_EQ(ends.a.events[0].kind, EventKind::kFailed);
   EXPECT_TRUE(ends.a.events[0].peer_gone);
-  EXPECT_THAT(ends.a.events[0].text,
-              AnyOf(HasSubstr("another secret"), HasSubstr("secret: the one given differs from the other side's")));
+  EXPECT_THAT(ends.a.events[0].text, AnyOf(HasSubstr("another secret"),
+                                           HasSubstr("secret: the one given differs from the other side's")));
   EXPECT_EQ(ends.b.memory, std::vector<char>(1000, 'e'));
 }
 
@@ -322,7 +322,8 @@ class Between {
   void pass_on(uint16_t to) {
     FileDescriptor ends[2];
     while (!over_) {
-      pollfd entries[3] = {{listener_.get(), POLLIN, 0}, {ends[0].get(), POLLIN, 0}, {ends[1].get(), POLLIN, 0}};
+      pollfd entries[3] = {
+          {listener_.get(), POLLIN, 0}, {ends[0].get(), POLLIN, 0}, {ends[1].get(), POLLIN, 0}};
       if (poll(entries, 3, 20) <= 0) continue;
       if (entries[0].revents) {
         const sockaddr_in there = loopback(to);
@@ -332,7 +333,8 @@ class Between {
       }
       for (int i = 0; i < 2; ++i) {
         char bytes[65536];
-        const ssize_t got = entries[1 + i].revents ? recv(ends[i].get(), bytes, sizeof bytes, MSG_DONTWAIT) : 0;
+        const ssize_t got =
+            entries[1 + i].revents ? recv(ends[i].get(), bytes, sizeof bytes, MSG_DONTWAIT) : 0;
         if (got <= 0) continue;
         (void)!send(ends[1 - i].get(), bytes, static_cast<size_t>(got), MSG_NOSIGNAL);
         std::lock_guard lock(mutex_);

@@ -34,11 +34,13 @@ from weft.bench.transfer_line import TIMEOUT_S, Line
 from weft.bench.transfer_loads import BUFFER_BYTES, MIB, PAGE_BYTES, PAGES, Load, pairs_of, plan_loads
 from weft.bench.transfer_side import describe_nics, open_side, pin, serve
 from weft.errors import Error, PeerLost, invalid
+from weft.runtime.bootstrap import TcpAddress
 from weft.runtime.endings import end_with_parent
 from weft.runtime.progress import progress
 from weft.transfer import Pages
 from weft.transfer.engine import ANY_RAIL
 
+_LOCAL = "127.0.0.1"
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
 
 

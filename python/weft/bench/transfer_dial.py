@@ -57,7 +57,10 @@ def serving(host: str, port: int) -> Iterator[Bootstrap]:
 
 @contextlib.contextmanager
 def dialled(address: str | None) -> Iterator[tuple[Bootstrap, str]]:
-    """Yield the two ranks, and this side's address as a server knows it. Raises: weft.Error for what is no address or not its secret, PeerLost."""
+    """Yield the two ranks, and this side's address as a server knows it.
+
+    Raises: weft.Error for what is no address or not its secret, PeerLost.
+    """
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise invalid("address", address or "nothing", "HOST:PORT that the server printed")

@@ -6,8 +6,8 @@
             ...                     # a round
     attacker.counts["let_in"]       # is to be 0
 
-The program is ``weft_attacker``, which is built with the C++ tests (tests/attacker). It knows no secret. It is told what
-any process of this host can find out: which ports listen, the names of sockets and of shared memory.
+The program is ``weft_attacker``, which is built with the C++ tests (tests/attacker). It knows no secret. It is told
+what any process of this host can find out: which ports listen, the names of sockets and of shared memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Attacker:
             found: set[str] = set()
             for pid in pids:
                 with contextlib.suppress(OSError):  # it has not begun
-                    found.update(set(doors_of(pid)) - set((folder / f"{_SPARED}{pid}").read_text().splitlines()))
+                    found.update(
+                        set(doors_of(pid)) - set((folder / f"{_SPARED}{pid}").read_text().splitlines())
+                    )
             if found != known:
                 self._say(["clear", *sorted(found)])
                 known = found
@@ -109,10 +111,11 @@ def doors_of(pid: int) -> list[str]:
     doors = []
     with contextlib.suppress(OSError):  # it has ended
         sockets = socket_inodes(process)
-        doors += [f"port {address}:{port}" for inode, address, port in open_ports(process) if inode in sockets]
+        doors += [
+            f"port {address}:{port}" for inode, address, port in open_ports(process) if inode in sockets
+        ]
         for fields in (line.split() for line in (process / "net" / "unix").read_text().splitlines()[1:]):
             if len(fields) > 7 and fields[6] in sockets and fields[7].startswith("@weft"):
                 doors.append(f"datagrams {fields[7][1:]}")
     doors += [f"shm {path.name}" for path in Path("/dev/shm").glob(f"weft-*-{pid}-*")]
     return doors
-

@@ -182,7 +182,9 @@ def _run_rounds(args: argparse.Namespace, folder: Path, attacker: Attacker | Non
         console.print("attacks: " + ", ".join(f"{count} {kind}" for kind, count in attacks.items()))
     if attacks.get("let_in"):
         text = f"the stranger was let in {attacks['let_in']} times"
-        wrong.append({"round": "any", "kind": LET_IN, "text": text, "again": shlex.join(["weft", *sys.argv[1:]])})
+        wrong.append(
+            {"round": "any", "kind": LET_IN, "text": text, "again": shlex.join(["weft", *sys.argv[1:]])}
+        )
     print_wrong(console, wrong)
     if args.json:
         _write(args.json, seed, accounts, missing, wrong, attacks)
@@ -244,7 +246,9 @@ def _print_accounts(console: Any, accounts: dict[str, Account]) -> None:
     faults.print(console)
     for name, account in accounts.items():
         before, after = account.descriptors["before"], account.descriptors["after"]
-        console.print(f"{name}: {before} descriptors open before ranks made anything, {after} once they had let go")
+        console.print(
+            f"{name}: {before} descriptors open before ranks made anything, {after} once they had let go"
+        )
 
 
 def print_wrong(console: Any, wrong: list[dict[str, Any]]) -> None:

@@ -48,7 +48,10 @@ class Outcome:
     message: str = ""
     found_s: float = 0.0  # from the strike, or the beginning of the call, to the error
     leaks: list[str] = field(default_factory=list)
-    descriptors: tuple[int, int] = (0, 0)  # of /proc/self/fd, before it made anything and after it let go of all
+    descriptors: tuple[int, int] = (
+        0,
+        0,
+    )  # of /proc/self/fd, before it made anything and after it let go of all
 
     def look_back(self, before: Footprint, ranks: int) -> None:
         """Note what this process, which was so many ranks, still holds."""

@@ -138,7 +138,9 @@ def run_round(drawn: Round, folder: Path, attacker: Attacker | None = None) -> R
             adversary.stop()
     result.struck = board.struck_at > 0
     result.calls = sum(outcome.calls for outcome in outcomes)
-    result.descriptors.update(before=sum(o.descriptors[0] for o in outcomes), after=sum(o.descriptors[1] for o in outcomes))
+    result.descriptors.update(
+        before=sum(o.descriptors[0] for o in outcomes), after=sum(o.descriptors[1] for o in outcomes)
+    )
     result.found_s = max((o.found_s for o in outcomes if fault.is_deadly and o.ended != "done"), default=0.0)
     result.problems += judge.judge(fault, {outcome.rank: outcome for outcome in outcomes})
     result.problems += [Problem(judge.LEAK, f"left: {path}") for path in _left(drawn, pids, older)]

@@ -42,7 +42,9 @@ def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -
     """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
     without = {(collective, ranks) for collective in collectives}
     return [
-        written for written, row in _read_rows(path, key, is_private=False) if (row["collective"], row["ranks"]) not in without
+        written
+        for written, row in _read_rows(path, key, is_private=False)
+        if (row["collective"], row["ranks"]) not in without
     ]
 
 
@@ -56,7 +58,16 @@ def _read_rows(path: Path, key: str, is_private: bool) -> list[tuple[dict[str, A
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [(row, _row(row)) for row in document["rows"]]
-    except (Error, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        Error,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 

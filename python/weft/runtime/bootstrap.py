@@ -301,7 +301,8 @@ class TcpAddress:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
-        return self._core.all_gather(data, timeout_s)
+        everyone: list[bytes] = self._core.all_gather(data, timeout_s)
+        return everyone
 
     def close(self) -> None:
         """Close every connection; idempotent."""

@@ -95,7 +95,7 @@ def warn_of_open_engine(provider: str) -> None:
 
 
 def socket_inodes(process: Path) -> set[str]:
-    """Return the inodes of the sockets that a process has, by its folder in /proc. Raises: OSError once it has ended."""
+    """Return the inodes of the sockets that a process has, by its folder in /proc. Raises: OSError once it ended."""
     found = set()
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):

@@ -29,11 +29,12 @@ def two_lines() -> Iterator[tuple[Line, Line]]:
 
 
 def test_a_line_carries_json_and_bytes() -> None:
-    message = {"do": "fill", "with": 7, "bytes": b"\0\xff"}
     with two_lines() as (ours, theirs), ThreadPoolExecutor(1) as other:
-        came = other.submit(theirs.recv)
-        ours.send(message)
-        assert came.result(20) == message
+        for shown in (b"\0\xff", bytes(range(256)) * (9 << 12)):  # the second in several parts
+            message = {"do": "fill", "with": 7, "bytes": shown}
+            came = other.submit(theirs.recv)
+            ours.send(message)
+            assert came.result(60) == message
 
 
 def test_both_sides_may_send_at_once() -> None:

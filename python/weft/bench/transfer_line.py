@@ -15,6 +15,8 @@ from weft.runtime.bootstrap import Bootstrap
 
 TIMEOUT_S = 120.0
 MESSAGE_BYTES_MAX = 4 * BUFFER_BYTES
+_PART_BYTES = 4 << 20  # a message of ranks may have a few times as many
+_MORE, _LAST = b"+", b"."  # what a part begins with
 
 
 def to_json(value: object) -> object:
@@ -39,12 +41,16 @@ class Line:
         self.host = host
         self._ranks = ranks
         self._come: deque[bytes] = deque()
+        self._coming = bytearray()  # parts of the next
 
     def send(self, message: dict[str, Any]) -> None:
-        self._exchange(json.dumps(message, default=to_json).encode(), TIMEOUT_S)
+        body = json.dumps(message, default=to_json).encode()
+        for at in range(0, len(body), _PART_BYTES):
+            part = body[at : at + _PART_BYTES]
+            self._exchange((_LAST if at + _PART_BYTES >= len(body) else _MORE) + part, TIMEOUT_S)
 
-    def recv(self, timeout_s: float = TIMEOUT_S) -> Any:
-        until = time.monotonic() + timeout_s
+    def recv(self) -> Any:
+        until = time.monotonic() + TIMEOUT_S
         while not self._come:
             self._exchange(b"", until - time.monotonic())
         return json.loads(self._come.popleft(), object_hook=from_json)
@@ -54,7 +60,9 @@ class Line:
             theirs = self._ranks.all_gather(body, timeout_s)[1 - self._ranks.rank]
         except PeerLost as error:
             raise PeerLost(f"bench transfer: the other side is lost: {error}") from None
-        if len(theirs) > MESSAGE_BYTES_MAX:
-            raise invalid("message", f"{len(theirs)} bytes", f"up to {MESSAGE_BYTES_MAX}")
-        if theirs:
-            self._come.append(theirs)
+        self._coming += theirs[1:]
+        if len(self._coming) > MESSAGE_BYTES_MAX:
+            raise invalid("message", f"{len(self._coming)} bytes", f"up to {MESSAGE_BYTES_MAX}")
+        if theirs[:1] == _LAST:
+            self._come.append(bytes(self._coming))
+            self._coming.clear()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a small write with an immediate costs the CPU in two builds, by turns: 8 bytes, 32 under way, two engines of a process.
+"""What a small write with an immediate costs the CPU in two builds, by turns.
 
     python tools/small_writes.py BEFORE AFTER --turns 6 --json FILE
 
-BEFORE and AFTER are folders with a package `weft`. CPU time, since that of the clock is of no use on a machine that others
-use. Engines have a secret. Each turn is a process for each build and network, and each of its figures one of 1920 writes.
+8 bytes, 32 under way, between two engines of one process, which have a secret. BEFORE and AFTER are folders of
+checkouts with a package `weft`. CPU time, since that of the clock is of no use on a machine that others use. Each turn
+is a process for each build and network, and each of its figures the mean of 1920 writes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def measure(provider: str) -> list[float]:
     """Return the microseconds of CPU of a write and its immediate, on both sides, for each round but the first."""
     from weft.transfer import TransferEngine
 
-    a, b = (TransferEngine(provider, name=name, secret="a secret of sixteen or more") for name in "ab")
+    a, b = (TransferEngine(provider, name=name, secret=b"a secret of sixteen or more") for name in "ab")
     source, target = a.register(bytearray(64)), b.register(bytearray(64), remote_write=True)
     a.connect(b.address)
     counter, remote = b.imm(b.connect(a.address), 7), a.attach(target.descriptor)
@@ -56,6 +57,14 @@ def one_turn(folder: Path, provider: str) -> list[float]:
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=300)
     found: list[float] = json.loads(ran.stdout)
     return found
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that a build is of."""
+    asked = subprocess.run(
+        ["git", "-C", folder, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True
+    )
+    return asked.stdout.strip() or "not a checkout"
 
 
 def main() -> int:
@@ -96,6 +105,9 @@ def main() -> int:
                 "cpu_count": os.cpu_count(),
                 "platform": platform.platform(),
                 "load": [round(load, 1) for load in os.getloadavg()],
+            },
+            "versions": {
+                side: commit_of(path) for side, path in zip(("before", "after"), args.builds, strict=True)
             },
             "command": "python tools/small_writes.py BEFORE AFTER " + f"--turns {args.turns}",
             "rows": rows,

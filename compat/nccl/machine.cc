@@ -87,7 +87,9 @@ Result<ProgramBook> find_book(Device device, uint32_t ranks) {
   std::string reasons;
   std::vector<fs::path> paths;
   if (!config().program_book.empty()) paths.emplace_back(expand_home(config().program_book));
-  paths.push_back(tuned_book(device, ranks));
+  const fs::path tuned =
+      tuned_book(device, ranks);  // nobody named it: it must be this user's, as the cache around it
+  paths.push_back(tuned);
   paths.push_back(fs::path(own_folder()) / "programs.book");
   for (const fs::path& path : paths) {
     std::error_code ignored;
@@ -95,7 +97,7 @@ Result<ProgramBook> find_book(Device device, uint32_t ranks) {
       reasons += text("; {}: not there", path.string());
       continue;
     }
-    Result<ProgramBook> book = ProgramBook::read(path.string(), ranks, machine);
+    Result<ProgramBook> book = ProgramBook::read(path.string(), ranks, machine, path == tuned);
     if (book.ok()) {
       log_debug("nccl: programs for {} ranks from {}", ranks, path.string());
       return book;

@@ -34,6 +34,7 @@ class FabricRail : public Rail {
   }
 
   ~FabricRail() override {
+    if (guard_) guard_->end_of_listener();
     const RailParts parts{ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
                           domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr};
     if (nic_.caps.same_host)

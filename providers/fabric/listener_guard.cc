@@ -6,6 +6,7 @@
 #include <linux/tcp.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -66,6 +67,12 @@ bool is_idle(int fd, uint32_t most_ms) {
   return info.tcpi_last_data_recv > (has_talked ? most_ms : std::min(most_ms, kSilent_ms));
 }
 
+// A socket's is its own as long as it is open.
+ino_t inode_of(int fd) {
+  struct stat facts{};
+  return fstat(fd, &facts) == 0 && S_ISSOCK(facts.st_mode) ? facts.st_ino : 0;
+}
+
 bool listens(int fd) {
   int is_listening = 0;
   socklen_t bytes = sizeof is_listening;
@@ -87,7 +94,18 @@ std::unique_ptr<ListenerGuard> ListenerGuard::of(const std::string& address) {
   return nullptr;
 }
 
+// Nobody is let in any more, so that these are all.
+void ListenerGuard::end_of_listener() {
+  (void)shutdown(listener_, SHUT_RDWR);
+  for (const int fd : open_files())
+    if (fd != listener_ && is_at(fd, address_)) last_.push_back(inode_of(fd));
+}
+
+// libfabric has closed the connections of peers, and forgotten those of callers that were still introducing themselves.
 ListenerGuard::~ListenerGuard() {
+  if (!last_.empty())
+    for (const int fd : open_files())
+      if (std::ranges::find(last_, inode_of(fd)) != last_.end() && is_at(fd, address_)) ::close(fd);
   if (reserve_ >= 0) ::close(reserve_);
 }
 

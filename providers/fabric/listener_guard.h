@@ -6,7 +6,8 @@
 //   guard->look();                             // again and again: nearly free
 // Callers that say nothing never leave the kernel (TCP_DEFER_ACCEPT). Once the process has many files open, connections
 // on which nothing has come for long are shut down, and libfabric closes them: peers send heartbeats, and one that is cut
-// off so connects again. Callers that keep talking cannot be told from peers here.
+// off so connects again. Callers that keep talking cannot be told from peers here. What libfabric leaves open of strangers'
+// connections when its endpoint ends, this object closes at its own end.
 // Threads: one at a time.
 #pragma once
 
@@ -14,8 +15,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <netinet/in.h>
+#include <sys/types.h>
 
 #include "base/paced_log.h"
 
@@ -33,6 +36,8 @@ class ListenerGuard {
     if (++calls_ % kCallsPerLook == 0) look_now();
   }
   void look_now();
+  // Right before libfabric's objects are closed; this one goes after them.
+  void end_of_listener();
 
  private:
   static constexpr uint32_t kCallsPerLook = 256;
@@ -44,6 +49,7 @@ class ListenerGuard {
   int listener_;      // libfabric's own
   int reserve_ = -1;  // a descriptor to work with when there are no others
   sockaddr_in address_;
+  std::vector<ino_t> last_;  // connections that libfabric has at its end
   uint32_t calls_ = 0;
   PacedLog refusals_;
   std::chrono::steady_clock::time_point next_{};

@@ -36,6 +36,7 @@ int new_socket() {
 }  // namespace
 
 Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface, std::string secret) {
+  WEFT_TRY(Stream::check(secret));
   std::unique_ptr<PageStreams> streams(new PageStreams());
   streams->secret_ = std::move(secret);
   auto failed = [](const char* what) {
@@ -59,9 +60,6 @@ Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface, std:
 }
 
 PageStreams::~PageStreams() {
-  for (Outgoing& out : outgoing_)
-    if (out.fd >= 0) ::close(out.fd);
-  for (auto& [fd, in] : incoming_) ::close(fd);
   if (listener_ >= 0) ::close(listener_);
   if (news_ >= 0) ::close(news_);
 }
@@ -139,11 +137,14 @@ void PageStreams::close(size_t stream) {
 
 bool PageStreams::connect(size_t stream) {
   Outgoing& out = outgoing_[stream];
-  out.fd = new_socket();
-  if (out.fd < 0) return false;
+  FileDescriptor socket(new_socket());
+  if (!socket.is_open()) return false;
   const auto* to = reinterpret_cast<const sockaddr*>(&out.to);
-  if (::connect(out.fd, to, sizeof out.to) != 0 && errno != EINPROGRESS) return false;
-  return watch(out.fd, EPOLLIN | EPOLLOUT | EPOLLET, kOutgoingMark | stream);
+  if (::connect(socket.get(), to, sizeof out.to) != 0 && errno != EINPROGRESS) return false;
+  auto opened = Stream::open(std::move(socket), Stream::Side::kCaller, secret_);
+  if (!opened.ok()) return false;  // listen() has checked what may be wrong
+  out.stream = std::move(*opened);
+  return watch(out.stream.fd(), EPOLLIN | EPOLLOUT | EPOLLET, kOutgoingMark | stream);
 }
 
 void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
@@ -168,15 +169,14 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
   out.frames.push_back(std::move(frame));
   ++unanswered_;
   is_moving_.store(true, std::memory_order_relaxed);
-  if (out.fd < 0 && !connect(stream))
+  if (!out.stream.is_open() && !connect(stream))
     return fail(out, text("connecting: {}", std::strerror(errno)), true, failed_);
   send_frames(out, failed_);
 }
 
 void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events) {
-  if (out.fd >= 0) ::close(out.fd);
-  out.fd = -1;
-  out.can_read = out.can_write = false;
+  out.stream.close();
+  out.is_open = out.can_read = out.can_write = false;
   for (const Frame& frame : out.frames) {
     Event& event = events.emplace_back();
     event.kind = EventKind::kFailed;
@@ -192,11 +192,19 @@ void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, st
   out.is_claimed = false;
 }
 
+// Whether both sides have shaken hands; without waiting.
+bool PageStreams::shake_hands(Outgoing& out, std::deque<Event>& events) {
+  if (out.is_open || !(out.can_read || out.can_write)) return out.is_open;
+  const Stream::Hands hands = out.stream.shake_hands();
+  if (hands == Stream::Hands::kRefused) fail(out, out.stream.why().message(), true, events);
+  return out.is_open = hands == Stream::Hands::kShaken;
+}
+
 // Whether the other side has had its proof; without waiting.
 bool PageStreams::answer_challenge(Outgoing& out, std::deque<Event>& events) {
-  if (out.is_claimed || !out.can_read) return out.is_claimed;
+  if (out.is_claimed || !shake_hands(out, events) || !out.can_read) return out.is_claimed;
   char* const at = reinterpret_cast<char*>(&out.challenge) + out.challenge_bytes;
-  const ssize_t came = recv(out.fd, at, sizeof out.challenge - out.challenge_bytes, 0);
+  const ssize_t came = out.stream.receive(at, sizeof out.challenge - out.challenge_bytes);
   if (came < 0 && must_wait(out.can_read)) return false;
   if (came <= 0) {
     fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
@@ -209,7 +217,7 @@ bool PageStreams::answer_challenge(Outgoing& out, std::deque<Event>& events) {
   const bool is_challenge =
       std::memcmp(out.challenge.tag, StreamChallenge().tag, sizeof out.challenge.tag) == 0;
   // The first bytes on a new connection: there is room for them.
-  if (!is_challenge || send(out.fd, &claim, sizeof claim, MSG_NOSIGNAL) != sizeof claim) {
+  if (!is_challenge || out.stream.send(&claim, sizeof claim) != sizeof claim) {
     fail(out, is_challenge ? std::strerror(errno) : "something else listens there", true, events);
     return false;
   }
@@ -220,8 +228,7 @@ void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
   if (!answer_challenge(out, events)) return;
   while (out.can_write && out.sent < out.frames.size()) {
     Frame& frame = out.frames[out.sent];
-    const msghdr message = message_of(frame.parts, frame.next);
-    const ssize_t sent = sendmsg(out.fd, &message, MSG_NOSIGNAL);
+    const ssize_t sent = out.stream.send(&frame.parts[frame.next], parts_at_once(frame.parts, frame.next));
     if (sent < 0 && must_wait(out.can_write)) return;
     if (sent < 0) return fail(out, std::strerror(errno), true, events);
     if (advance(frame.parts, frame.next, static_cast<size_t>(sent))) ++out.sent;
@@ -231,7 +238,7 @@ void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
 void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
   while (out.is_claimed && out.can_read && !out.frames.empty()) {
     char* const at = reinterpret_cast<char*>(&out.reply) + out.reply_bytes;
-    const ssize_t came = recv(out.fd, at, sizeof out.reply - out.reply_bytes, 0);
+    const ssize_t came = out.stream.receive(at, sizeof out.reply - out.reply_bytes);
     if (came < 0 && must_wait(out.can_read)) return;
     if (came <= 0) return fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
     out.reply_bytes += static_cast<size_t>(came);

@@ -11,7 +11,7 @@
 //
 // A frame may carry an immediate, which the receiver's progress() reports once the pages are in place.
 //
-// Wire format: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
+// Wire format, on a Stream (base/stream.h), encrypted with WEFT_TLS=1: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
 // knows the secret. Then frames: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver
 // answers every frame with one FrameReply, in order. A frame of which any page may not be written is refused
 // as a whole and skipped; so is the rest of one whose memory is forbidden while it comes. A stream that proves nothing for 5 s is closed.
@@ -29,8 +29,10 @@
 #include <netinet/in.h>
 #include <sys/uio.h>
 
+#include "base/file_descriptor.h"
 #include "base/paced_log.h"
 #include "base/proof.h"
+#include "base/stream.h"
 #include "providers/provider.h"
 
 namespace weft::provider {
@@ -110,8 +112,9 @@ class PageStreams {
   };
   struct Outgoing {
     sockaddr_in to{};
-    int fd = -1;
+    Stream stream;
     bool is_used = true;
+    bool is_open = false;                      // both sides have shaken hands
     bool can_read = false, can_write = false;  // by what epoll said, until the socket has refused
     bool is_claimed = false;                   // the challenge was answered
     StreamChallenge challenge;
@@ -122,9 +125,10 @@ class PageStreams {
     size_t reply_bytes = 0;
   };
   struct Incoming {
-    int fd = -1;
+    Stream stream;
     bool can_read = false, can_write = true;
-    Nonce nonce{};  // of its challenge,
+    bool is_open = false;  // both sides have shaken hands, and it has had its challenge
+    Nonce nonce{};         // of that,
     std::chrono::steady_clock::time_point since{};
     bool is_proven = false;   // and whether it was answered
     std::vector<char> heads;  // of the frame that arrives, so far; before that, the claim
@@ -146,9 +150,11 @@ class PageStreams {
   void fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events);
   void send_frames(Outgoing& out, std::deque<Event>& events);
   void take_replies(Outgoing& out, std::deque<Event>& events);
+  bool shake_hands(Outgoing& out, std::deque<Event>& events);
   bool answer_challenge(Outgoing& out, std::deque<Event>& events);
   void accept_all();
   void drop_silent();
+  bool challenge(Incoming& in);
   bool check_claim(Incoming& in);
   bool receive(Incoming& in);
   Came receive_heads(Incoming& in);

@@ -3,7 +3,6 @@
 // What the two halves of PageStreams share: sending (page_streams.cc) and receiving (page_streams_receive.cc).
 #pragma once
 
-#include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -25,6 +24,10 @@ inline bool must_wait(bool& can) {
   return true;
 }
 
+inline size_t parts_at_once(const std::vector<iovec>& parts, size_t next) {
+  return std::min(parts.size() - next, kPartsPerCall);
+}
+
 // Drops what has moved from the front of a list; true when nothing is left.
 inline bool advance(std::vector<iovec>& parts, size_t& next, size_t bytes) {
   while (next < parts.size() && bytes >= parts[next].iov_len) bytes -= parts[next++].iov_len;
@@ -32,13 +35,6 @@ inline bool advance(std::vector<iovec>& parts, size_t& next, size_t bytes) {
   parts[next].iov_base = static_cast<char*>(parts[next].iov_base) + bytes;
   parts[next].iov_len -= bytes;
   return false;
-}
-
-inline msghdr message_of(std::vector<iovec>& parts, size_t next) {
-  msghdr message{};
-  message.msg_iov = &parts[next];
-  message.msg_iovlen = std::min(parts.size() - next, kPartsPerCall);
-  return message;
 }
 
 }  // namespace weft::provider

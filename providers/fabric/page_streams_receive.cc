@@ -45,7 +45,7 @@ void PageStreams::drop_silent() {
   for (auto at = incoming_.begin(); at != incoming_.end();) {
     Incoming& in = *at->second;
     if (!in.is_proven && now - in.since > kUnprovenFor) {
-      ::close(in.fd);
+      std::erase(arriving_, &in);
       at = incoming_.erase(at);
       continue;
     }
@@ -55,32 +55,44 @@ void PageStreams::drop_silent() {
   }
   has_unproven_ = unproven > 0;
   if (unproven < unproven_max()) return;
-  const int fd = oldest->fd;
-  incoming_.erase(fd);
-  ::close(fd);
+  std::erase(arriving_, oldest);
+  incoming_.erase(oldest->stream.fd());
 }
 
 void PageStreams::accept_all() {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
-    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
-    if (incoming_.size() >= kStreamsMax ||
-        !watch(fd, EPOLLIN | EPOLLOUT | EPOLLET, static_cast<uint64_t>(fd))) {
-      ::close(fd);
-      continue;
-    }
-    const int one = 1;
+    FileDescriptor socket(accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket.is_open()) return;
+    const int fd = socket.get(), one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (incoming_.size() >= kStreamsMax) continue;
+    auto stream = Stream::open(std::move(socket), Stream::Side::kListener, secret_);
+    if (!stream.ok() || !watch(fd, EPOLLIN | EPOLLOUT | EPOLLET, static_cast<uint64_t>(fd))) continue;
     auto in = std::make_unique<Incoming>();
-    in->fd = fd;
-    in->nonce = random_nonce();
+    in->stream = std::move(*stream);
     in->since = std::chrono::steady_clock::now();
-    StreamChallenge challenge;
-    challenge.nonce = in->nonce;
-    (void)!send(fd, &challenge, sizeof challenge, MSG_NOSIGNAL);
+    arriving_.push_back(in.get());  // it is to be greeted
     incoming_[fd] = std::move(in);
     drop_silent();
   }
+}
+
+// Once both sides have shaken hands; false for one that is refused.
+bool PageStreams::challenge(Incoming& in) {
+  const Stream::Hands hands = in.stream.shake_hands();
+  if (hands == Stream::Hands::kNotYet) {
+    in.can_read = false;
+    return true;
+  }
+  if (hands == Stream::Hands::kRefused) {
+    if (in.stream.why().code() != Code::kPeerLost)
+      refusals_.warn("fabric: a stream of pages is refused: {}", in.stream.why().message());
+    return false;
+  }
+  StreamChallenge challenge;
+  challenge.nonce = in.nonce = random_nonce();
+  in.is_open = in.can_read = true;  // more may have come with it
+  return in.stream.send(&challenge, sizeof challenge) == sizeof challenge;
 }
 
 // Once the claim is there; false for one that proves nothing, which is told so.
@@ -95,7 +107,7 @@ bool PageStreams::check_claim(Incoming& in) {
   refusals_.warn("fabric: a stream of pages is refused: its sender does not know the job's secret");
   FrameReply reply;
   reply.is_refused = kClaimRefused;
-  (void)!send(in.fd, &reply, sizeof reply, MSG_NOSIGNAL);
+  (void)!in.stream.send(&reply, sizeof reply);
   return false;
 }
 
@@ -112,7 +124,7 @@ char* PageStreams::place(const PageHead& page) const {
 PageStreams::Came PageStreams::receive_heads(Incoming& in) {
   const size_t have = in.heads.size();
   in.heads.resize(in.heads_bytes);
-  const ssize_t came = recv(in.fd, in.heads.data() + have, in.heads_bytes - have, 0);
+  const ssize_t came = in.stream.receive(in.heads.data() + have, in.heads_bytes - have);
   in.heads.resize(have + static_cast<size_t>(std::max<ssize_t>(came, 0)));
   if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
   return came > 0 ? Came::kSome : Came::kEnd;
@@ -141,11 +153,10 @@ PageStreams::Came PageStreams::receive_pages(Incoming& in) {
   char skipped[kSkippedAtOnce];
   ssize_t came = 0;
   if (in.skip_bytes) {
-    came = recv(in.fd, skipped, std::min(in.skip_bytes, kSkippedAtOnce), 0);
+    came = in.stream.receive(skipped, std::min(in.skip_bytes, kSkippedAtOnce));
     if (came > 0) in.skip_bytes -= static_cast<uint64_t>(came);
   } else {
-    msghdr message = message_of(in.into, in.next);
-    came = recvmsg(in.fd, &message, 0);
+    came = in.stream.receive(&in.into[in.next], parts_at_once(in.into, in.next));
     if (came > 0) advance(in.into, in.next, static_cast<size_t>(came));
   }
   if (came < 0 && must_wait(in.can_read)) return Came::kNothing;
@@ -168,7 +179,7 @@ bool PageStreams::end_frame(Incoming& in) {
 
 bool PageStreams::send_replies(Incoming& in) {
   if (in.replies.empty() || !in.can_write) return true;
-  const ssize_t sent = send(in.fd, in.replies.data(), in.replies.size(), MSG_NOSIGNAL);
+  const ssize_t sent = in.stream.send(in.replies.data(), in.replies.size());
   if (sent < 0) return must_wait(in.can_write);
   in.replies.erase(in.replies.begin(), in.replies.begin() + sent);
   return true;
@@ -176,6 +187,8 @@ bool PageStreams::send_replies(Incoming& in) {
 
 // Takes what has come on one stream; false when the stream has ended or is not worth listening to.
 bool PageStreams::receive(Incoming& in) {
+  if (!in.is_open && !challenge(in)) return false;
+  if (!in.is_open) return true;
   if (!send_replies(in) || in.replies.size() > kRepliesKept) return false;
   for (int calls = 0; in.can_read && calls < kCallsPerTurn; ++calls) {
     const bool is_in_heads = in.heads.size() < in.heads_bytes;
@@ -205,10 +218,8 @@ void PageStreams::receive_all() {
   std::vector<Incoming*> look;
   look.swap(arriving_);
   for (Incoming* in : look) {
-    const int fd = in->fd;
     if (!receive(*in)) {
-      incoming_.erase(fd);
-      ::close(fd);
+      incoming_.erase(in->stream.fd());
     } else if (in->can_read || in->is_in_pages() || !in->replies.empty()) {
       arriving_.push_back(in);
     }

@@ -119,7 +119,8 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(traffic_class, int64_t, -1, "traffic class of verbs on RoCE; -1 takes 104", between(-1, 255)) \
   WEFT_OPTION(rc_timeout, int64_t, 14, "verbs asks again after 4.096 us times 2 to the power of this", between(1, 31)) \
   WEFT_OPTION(rc_retry, int64_t, 7, "how often verbs asks again before a connection is broken", between(0, 7)) \
-  WEFT_OPTION(rnr_timer, int64_t, 12, "pause of verbs for receivers that are behind, as a code of InfiniBand; 12 is 0.64 ms", between(0, 31))
+  WEFT_OPTION(rnr_timer, int64_t, 12, "pause of verbs for receivers that are behind, as a code of InfiniBand; 12 is 0.64 ms", between(0, 31)) \
+  WEFT_OPTION(tls, int64_t, 0, "1: what ranks say over TCP to meet, and pages over TCP, is encrypted by the job's secret (TLS 1.3); takes OpenSSL 3", between(0, 1).on_all_ranks())
 
 // clang-format on
 

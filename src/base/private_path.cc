@@ -149,6 +149,18 @@ Result<FileDescriptor> open_private_file(const FileDescriptor& folder, const std
   return file;
 }
 
+Result<std::string> read_private(const std::string& path, uint64_t bytes_max) {
+  const std::filesystem::path whole(path);
+  const std::string folder = whole.parent_path().string();
+  WEFT_TRY_ASSIGN(const FileDescriptor opened, open_private_folder(folder.empty() ? "." : folder));
+  WEFT_TRY_ASSIGN(const FileDescriptor file, open_private_file(opened, folder, whole.filename().string()));
+  struct stat facts{};
+  if (fstat(file.get(), &facts) != 0) return Status::from_errno(errno, "{}", path);
+  if (static_cast<uint64_t>(facts.st_size) > bytes_max)
+    return Status::make(Code::kCapacity, "{}: {} bytes, allowed: at most {}", path, facts.st_size, bytes_max);
+  return read_whole(file, path);
+}
+
 Result<std::string> read_whole(const FileDescriptor& file, const std::string& name) {
   std::string all;
   char some[1 << 16];

@@ -14,6 +14,7 @@
 // helps; kSystem for a part that cannot be opened. Threads: any.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "base/file_descriptor.h"
@@ -27,6 +28,9 @@ Result<FileDescriptor> open_private_folder(const std::string& path);
 // A file of an open folder, to be read: no link. `path` is the folder's, for messages.
 Result<FileDescriptor> open_private_file(const FileDescriptor& folder, const std::string& path,
                                          const std::string& name);
+
+// All of a file that must be private, with the folder that it is in. kCapacity, too, for one of more than `bytes_max`.
+Result<std::string> read_private(const std::string& path, uint64_t bytes_max);
 
 // All bytes of an open file; `name` for messages.
 Result<std::string> read_whole(const FileDescriptor& file, const std::string& name);

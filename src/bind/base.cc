@@ -8,6 +8,7 @@
 #include "base/config.h"
 #include "base/deep_ep_variables.h"
 #include "base/log.h"
+#include "base/private_path.h"
 #include "base/process_name.h"
 #include "bind/bind.h"
 
@@ -46,6 +47,10 @@ void bind_base(nb::module_& module) {
     for (const ForeignVariable& variable : take_uccl_variables())
       made.append(nb::make_tuple(variable.text, variable.is_used));
     return made;
+  });
+  module.def("read_private", [](const std::string& path, uint64_t bytes_max) {
+    const std::string bytes = value_or_throw(read_private(path, bytes_max));
+    return nb::bytes(bytes.data(), bytes.size());
   });
   module.def("this_process_name", [] {
     const ProcessName name = this_process_name();

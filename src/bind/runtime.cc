@@ -12,6 +12,7 @@
 #include "bind/bind.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/interface.h"
+#include "bootstrap/tcp_bootstrap.h"
 #include "comm/communicator.h"
 #include "comm/window.h"
 #include "topology/gpus.h"
@@ -185,6 +186,15 @@ void bind_communicator(nb::module_& module) {
             return list;
           },
           "data"_a, "timeout_s"_a);
+  nb::class_<AddressBootstrap, Bootstrap>(module, "AddressBootstrap")
+      .def("close", [](AddressBootstrap& bootstrap) {
+        nb::gil_scoped_release no_gil;
+        bootstrap.close();
+      });
+  module.def("bootstrap_at",
+             [](const std::string& host, uint16_t port, int rank, int size, nb::bytes secret) {
+               return bootstrap_at({host, port, rank, size, std::string(secret.c_str(), secret.size())});
+             });
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&PeerWatch::process_ends));
   module.def("thread_bootstraps", &thread_bootstraps, "ranks"_a);
   OwnedClass<Communicator>(module, "Communicator")

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 
 #include "base/log.h"
@@ -19,6 +20,11 @@ constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'd', 'o', 'o', 'r'};
 constexpr int kAcceptsPerTurn = 64;
 constexpr double kYoung_s = 0.2;  // who has been let wait for less is not dropped for others
 constexpr uint32_t kWordsMax = 4096;
+constexpr double kTellAfter_s = 5;  // who has not reached the listener says so
+constexpr double kGrace_s = 2;      // for a listener that had answered to listen again
+constexpr const char* kOtherSecret =
+    "secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET on all ranks, "
+    "and the same id";
 
 // What the door answers: the proof that it knows the key too, or words.
 struct Answer {
@@ -34,12 +40,12 @@ Proof prove_for(const std::string& key, std::string_view role, const Nonce& door
                 {reinterpret_cast<const char*>(&claim.size), sizeof claim.size}});
 }
 
-bool answer(int socket, bool is_welcome, std::string_view bytes) {
+bool answer(Stream& stream, bool is_welcome, std::string_view bytes) {
   const Answer head{is_welcome, static_cast<uint32_t>(bytes.size())};
   std::string all(reinterpret_cast<const char*>(&head), sizeof head);
   all += bytes;
   // A fresh connection has room for this: nobody can make the door wait.
-  return send_all(socket, all.data(), all.size(), Deadline::after_s(0)) == Moved::kAll;
+  return send_all(stream, all.data(), all.size(), Deadline::after_s(0)) == Moved::kAll;
 }
 
 // Waits until the socket can be read or written. False when the deadline passes.
@@ -52,7 +58,8 @@ bool await(int socket, short what, Deadline until) {
   }
 }
 
-std::string name_of_peer(int socket) {
+// "10.0.0.7", with_port ":4711", too.
+std::string name_of_peer(int socket, bool with_port) {
   SocketAddress address{};
   socklen_t bytes = sizeof address;
   char words[INET6_ADDRSTRLEN] = "?";
@@ -60,7 +67,7 @@ std::string name_of_peer(int socket) {
   const bool is_v6 = address.any.sa_family == AF_INET6;
   const void* host = is_v6 ? static_cast<const void*>(&address.v6.sin6_addr) : &address.v4.sin_addr;
   ::inet_ntop(address.any.sa_family, host, words, sizeof words);
-  return text("{}:{}", words, ntohs(is_v6 ? address.v6.sin6_port : address.v4.sin_port));
+  return with_port ? text("{}:{}", words, ntohs(is_v6 ? address.v6.sin6_port : address.v4.sin_port)) : words;
 }
 
 void send_at_once(int socket) {
@@ -70,32 +77,32 @@ void send_at_once(int socket) {
 
 }  // namespace
 
-Moved send_all(int socket, const void* data, size_t bytes, Deadline until) {
+Moved send_all(Stream& stream, const void* data, size_t bytes, Deadline until) {
   const auto* from = static_cast<const char*>(data);
   while (bytes) {
-    const ssize_t sent = ::send(socket, from, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = stream.send(from, bytes);
     if (sent > 0) {
       from += sent;
       bytes -= static_cast<size_t>(sent);
-    } else if (errno != EAGAIN && errno != EINTR) {
+    } else if (sent == 0 || (errno != EAGAIN && errno != EINTR)) {
       return Moved::kGone;
-    } else if (!await(socket, POLLOUT, until)) {
+    } else if (!await(stream.fd(), POLLOUT, until)) {
       return Moved::kTimeout;
     }
   }
   return Moved::kAll;
 }
 
-Moved receive_all(int socket, void* data, size_t bytes, Deadline until) {
+Moved receive_all(Stream& stream, void* data, size_t bytes, Deadline until) {
   auto* to = static_cast<char*>(data);
   while (bytes) {
-    const ssize_t got = ::recv(socket, to, bytes, MSG_DONTWAIT);
+    const ssize_t got = stream.receive(to, bytes);
     if (got > 0) {
       to += got;
       bytes -= static_cast<size_t>(got);
     } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
       return Moved::kGone;
-    } else if (!await(socket, POLLIN, until)) {
+    } else if (!await(stream.fd(), POLLIN, until)) {
       return Moved::kTimeout;
     }
   }
@@ -113,7 +120,7 @@ bool Door::has_room() const {
 
 void Door::add_to(std::vector<pollfd>& entries) const {
   if (listener_.is_open() && has_room()) entries.push_back({listener_.get(), POLLIN, 0});
-  for (const Pending& pending : pending_) entries.push_back({pending.socket.get(), POLLIN, 0});
+  for (const Pending& pending : pending_) entries.push_back({pending.stream.fd(), POLLIN, 0});
 }
 
 std::vector<Guest> Door::serve() {
@@ -133,119 +140,179 @@ void Door::accept_some() {
       return;
     }
     if (pending_.size() >= kPending) pending_.pop_front();
-    Challenge challenge{{}, random_nonce()};
-    std::memcpy(challenge.magic, kMagic, sizeof kMagic);
     send_at_once(socket.get());
-    if (send_all(socket.get(), &challenge, sizeof challenge, Deadline::after_s(0)) != Moved::kAll) continue;
-    pending_.push_back({std::move(socket), challenge.nonce, {}, 0, Deadline::after_s(kSilence_s)});
+    auto stream = Stream::open(std::move(socket), Stream::Side::kListener, key_);
+    if (stream.ok()) pending_.push_back({std::move(*stream), Deadline::after_s(kSilence_s)});
   }
 }
 
 // False when the connection has ended here: it is a guest, or gone.
 bool Door::hear(Pending& pending, std::vector<Guest>& guests) {
+  if (!pending.is_challenged) return challenge(pending);
   Claim& claim = pending.claim;
   while (pending.bytes < sizeof claim) {
     char* const at = reinterpret_cast<char*>(&claim) + pending.bytes;
-    const ssize_t got = ::recv(pending.socket.get(), at, sizeof claim - pending.bytes, MSG_DONTWAIT);
+    const ssize_t got = pending.stream.receive(at, sizeof claim - pending.bytes);
     if (got <= 0) return got < 0 && (errno == EAGAIN || errno == EINTR);
     pending.bytes += static_cast<size_t>(got);
   }
   if (std::memcmp(claim.magic, kMagic, sizeof kMagic) != 0 ||
       !is_same(claim.proof, prove_for(key_, "claim", pending.nonce, claim))) {
-    turn_away(pending);
+    turn_away(pending, "it does not know this job's secret");
+    answer(pending.stream, false, kOtherSecret);
     return false;
   }
   guests.push_back(
-      {std::move(pending.socket), claim.rank, claim.size, prove_for(key_, "welcome", pending.nonce, claim)});
+      {std::move(pending.stream), claim.rank, claim.size, prove_for(key_, "welcome", pending.nonce, claim)});
   return false;
 }
 
-// Says so here too, at most once a second.
-void Door::turn_away(const Pending& pending) {
+// Once both sides have shaken hands; false where that fails.
+bool Door::challenge(Pending& pending) {
+  const Stream::Hands hands = pending.stream.shake_hands();
+  if (hands == Stream::Hands::kNotYet) return true;
+  if (hands == Stream::Hands::kRefused) {
+    if (pending.stream.why().code() != Code::kPeerLost) turn_away(pending, pending.stream.why().message());
+    return false;
+  }
+  Challenge challenge{{}, random_nonce()};
+  std::memcpy(challenge.magic, kMagic, sizeof kMagic);
+  pending.nonce = challenge.nonce;
+  return pending.is_challenged =
+             send_all(pending.stream, &challenge, sizeof challenge, Deadline::after_s(0)) == Moved::kAll;
+}
+
+// Says so here, at most once a second.
+void Door::turn_away(Pending& pending, const std::string& why) {
+  ++refused_;
+  if (from_.size() < kAddressesTold) from_.insert(name_of_peer(pending.stream.fd(), false));
   if (const uint64_t times = turned_away_.count())
-    log_warn("bootstrap: a connection from {} is refused: it does not know this job's secret ({} so far)",
-             name_of_peer(pending.socket.get()), times);
-  answer(pending.socket.get(), false,
-         "secret: the id or WEFT_JOB_SECRET of this rank is not the other side's, allowed: the same on all "
-         "ranks");
+    log_warn("bootstrap: a connection from {} is refused: {} ({} so far)",
+             name_of_peer(pending.stream.fd(), true), why, times);
 }
 
-bool Door::welcome(const Guest& guest) {
-  return answer(guest.socket.get(), true, bytes_of(guest.welcome));
+std::string Door::account() const {
+  if (refused_ == 0) return "";
+  std::string from;
+  for (const std::string& one : from_) from += (from.empty() ? "" : ", ") + one;
+  return text("; refused {} without the secret, from {}", refused_, from);
 }
 
-void Door::refuse(const Guest& guest, const std::string& why) {
-  answer(guest.socket.get(), false, std::string_view(why).substr(0, kWordsMax));
+bool Door::welcome(Guest& guest) {
+  return answer(guest.stream, true, bytes_of(guest.welcome));
+}
+
+void Door::refuse(Guest& guest, const std::string& why) {
+  answer(guest.stream, false, std::string_view(why).substr(0, kWordsMax));
 }
 
 namespace {
 
-struct Knocking {
-  int rank;
-  double limit_s;
-  Deadline until;
-};
+// One caller's way in: tries to connect until the deadline.
+class Knocking {
+ public:
+  Knocking(const Caller& caller, Deadline until)
+      : caller_(caller), limit_s_(until.left_s()), until_(until), patience_(until) {}
 
-Status lost(const Knocking& who, std::string_view why) {
-  return Status::make(Code::kPeerLost, "rank {}, meeting, waited {} s for the process that made the id: {}",
-                      who.rank, who.limit_s, why);
-}
-
-Result<FileDescriptor> dial(const SocketAddress& address, const Knocking& who) {
-  const socklen_t bytes = address.any.sa_family == AF_INET6 ? sizeof address.v6 : sizeof address.v4;
-  FileDescriptor socket(::socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket.is_open()) return logged(Status::from_errno(errno, "open a socket"));
-  int error = ::connect(socket.get(), &address.any, bytes) == 0 ? 0 : errno;
-  if (error == EINPROGRESS && await(socket.get(), POLLOUT, who.until)) {
-    socklen_t error_bytes = sizeof error;
-    ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &error_bytes);
+  Result<Stream> run() {
+    while (true) {
+      WEFT_TRY_ASSIGN(FileDescriptor socket, reach());
+      WEFT_TRY_ASSIGN(Stream stream, Stream::open(std::move(socket), Stream::Side::kCaller, caller_.key));
+      Status refusal;
+      const Moved moved = introduce(stream, refusal);
+      if (moved == Moved::kAll && refusal.ok()) return stream;
+      if (moved == Moved::kAll) return refusal;
+      if (moved == Moved::kTimeout || until_.passed()) return lost("does not answer");
+      // Dropped: many want to come in. Or whoever listened is gone.
+      patience_ = Deadline::after_s(std::min(until_.left_s(), kGrace_s));
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
   }
-  if (error == EINPROGRESS) return lost(who, "does not answer");
-  if (error) return lost(who, std::strerror(error));
-  send_at_once(socket.get());
-  return socket;
-}
 
-// One try on a connection: what the door answered, in `words` if it is a refusal.
-Moved introduce(int socket, const std::string& key, Claim claim, Deadline until, std::string& words,
-                bool& is_welcome) {
-  Challenge challenge{};
-  if (Moved got = receive_all(socket, &challenge, sizeof challenge, until); got != Moved::kAll) return got;
-  if (std::memcmp(challenge.magic, kMagic, sizeof kMagic) != 0) {
-    words = "address: something else listens there";
+ private:
+  Status lost(std::string_view why) const {
+    const double waited_s = until_.passed() ? limit_s_ : limit_s_ - until_.left_s();
+    return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {} ({}{})",
+                        caller_.rank, std::round(waited_s * 100) / 100, caller_.listener, why, caller_.hint);
+  }
+
+  // A connection to any of the addresses.
+  Result<FileDescriptor> reach() {
+    while (true) {
+      int error = 0;
+      for (const SocketAddress& address : caller_.addresses) {
+        FileDescriptor socket = dial(address, error);
+        if (socket.is_open()) return socket;
+      }
+      if (!caller_.is_early || patience_.passed() || (has_no_way(error) && report_at_.passed()))
+        return lost(std::strerror(error));
+      if (!is_reported_ && report_at_.passed()) {
+        is_reported_ = true;
+        log_warn("rank {} has not reached {} yet ({})", caller_.rank, caller_.listener, std::strerror(error));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+
+  static bool has_no_way(int error) { return error == ENETUNREACH || error == EHOSTUNREACH; }
+
+  FileDescriptor dial(const SocketAddress& address, int& error) const {
+    const socklen_t bytes = address.any.sa_family == AF_INET6 ? sizeof address.v6 : sizeof address.v4;
+    FileDescriptor socket(::socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    error = socket.is_open() && ::connect(socket.get(), &address.any, bytes) == 0 ? 0 : errno;
+    const Deadline soon = Deadline::after_s(std::min(until_.left_s(), kTellAfter_s));
+    if (error == EINPROGRESS && await(socket.get(), POLLOUT, caller_.is_early ? soon : until_)) {
+      socklen_t error_bytes = sizeof error;
+      ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &error_bytes);
+    }
+    if (error == EINPROGRESS) error = ETIMEDOUT;
+    if (error) return {};
+    send_at_once(socket.get());
+    return socket;
+  }
+
+  // One try on a connection; `refusal` is what the door, or TLS, has against this caller.
+  Moved introduce(Stream& stream, Status& refusal) const {
+    Stream::Hands hands;
+    while ((hands = stream.shake_hands()) == Stream::Hands::kNotYet)
+      if (!await(stream.fd(), POLLIN, until_)) return Moved::kTimeout;
+    if (hands == Stream::Hands::kRefused) {
+      refusal = stream.why();
+      return refusal.code() == Code::kPeerLost ? Moved::kGone : Moved::kAll;
+    }
+    Challenge challenge{};
+    if (Moved got = receive_all(stream, &challenge, sizeof challenge, until_); got != Moved::kAll) return got;
+    if (std::memcmp(challenge.magic, kMagic, sizeof kMagic) != 0) {
+      refusal = Status::invalid("address: something else listens there");
+      return Moved::kAll;
+    }
+    Claim claim{{}, caller_.rank, caller_.size, random_nonce(), {}};
+    std::memcpy(claim.magic, kMagic, sizeof kMagic);
+    claim.proof = prove_for(caller_.key, "claim", challenge.nonce, claim);
+    if (Moved sent = send_all(stream, &claim, sizeof claim, until_); sent != Moved::kAll) return sent;
+    Answer head{};
+    if (Moved got = receive_all(stream, &head, sizeof head, until_); got != Moved::kAll) return got;
+    std::string words(std::min(head.bytes, kWordsMax), '\0');
+    if (Moved got = receive_all(stream, words.data(), words.size(), until_); got != Moved::kAll) return got;
+    if (!head.is_welcome)  // Whoever listens there chose the words: nothing has been proven.
+      refusal = Status(Code::kInvalid, printable(words));
+    else if (words != bytes_of(prove_for(caller_.key, "welcome", challenge.nonce, claim)))
+      refusal = Status::invalid("secret: the other side does not know it");
     return Moved::kAll;
   }
-  claim.nonce = random_nonce();
-  claim.proof = prove_for(key, "claim", challenge.nonce, claim);
-  if (Moved sent = send_all(socket, &claim, sizeof claim, until); sent != Moved::kAll) return sent;
-  Answer head{};
-  if (Moved got = receive_all(socket, &head, sizeof head, until); got != Moved::kAll) return got;
-  words.resize(std::min(head.bytes, kWordsMax));
-  if (Moved got = receive_all(socket, words.data(), words.size(), until); got != Moved::kAll) return got;
-  if (!head.is_welcome) return Moved::kAll;
-  is_welcome = words == bytes_of(prove_for(key, "welcome", challenge.nonce, claim));
-  if (!is_welcome) words = "secret: the other side does not know it";
-  return Moved::kAll;
-}
+
+  const Caller& caller_;
+  const double limit_s_;
+  const Deadline until_;
+  Deadline patience_;
+  const Deadline report_at_ = Deadline::after_s(kTellAfter_s);
+  bool is_reported_ = false;
+};
 
 }  // namespace
 
-Result<FileDescriptor> knock(const SocketAddress& address, const std::string& key, int rank, int size,
-                             Deadline until) {
-  Claim claim{{}, rank, size, {}, {}};
-  std::memcpy(claim.magic, kMagic, sizeof kMagic);
-  const Knocking who{rank, until.left_s(), until};
-  while (true) {
-    WEFT_TRY_ASSIGN(FileDescriptor socket, dial(address, who));
-    std::string words;
-    bool is_welcome = false;
-    const Moved moved = introduce(socket.get(), key, claim, until, words, is_welcome);
-    if (moved == Moved::kAll && is_welcome) return socket;
-    // Whoever listens there chose them: nothing has been proven.
-    if (moved == Moved::kAll) return Status(Code::kInvalid, printable(words));
-    if (moved == Moved::kTimeout || until.passed()) return lost(who, "does not answer");
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // dropped: many want to come in
-  }
+Result<Stream> knock(const Caller& caller, Deadline until) {
+  return Knocking(caller, until).run();
 }
 
 }  // namespace weft

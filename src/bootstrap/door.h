@@ -3,8 +3,8 @@
 // A Door lets connections in that prove to know its key, and nobody else; knock() is the other side.
 //   Door door(std::move(listener), key);
 //   door.add_to(entries); ::poll(entries...); for (Guest& guest : door.serve()) door.welcome(guest);
-//   WEFT_TRY_ASSIGN(FileDescriptor socket, knock(address, key, rank, size, until));      // elsewhere
-// The key is never sent. Wire format, in the host's byte order: the door says Challenge; who knocks answers
+//   WEFT_TRY_ASSIGN(Stream stream, knock({{address}, key, rank, size, "rank 0"}, until));      // elsewhere
+// The key is never sent. Wire format, in the host's byte order, on a Stream (base/stream.h): the door says Challenge; who knocks answers
 // Claim, whose proof is over the nonces of both, rank and size; the door answers with a Welcome and its own
 // proof, or with a refusal in words. A claim answers one challenge, so it cannot be used again. Whoever says
 // nothing for kSilence_s is dropped, and of more than kPending who have not proven anything the oldest:
@@ -15,6 +15,7 @@
 #include <poll.h>
 
 #include <list>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,13 +24,14 @@
 #include "base/proof.h"
 #include "base/status.h"
 #include "base/strangers.h"
+#include "base/stream.h"
 
 namespace weft {
 
 enum class Moved { kAll, kTimeout, kGone };
-// All bytes, on a socket that may or may not block.
-Moved send_all(int socket, const void* data, size_t bytes, Deadline until);
-Moved receive_all(int socket, void* data, size_t bytes, Deadline until);
+// All bytes.
+Moved send_all(Stream& stream, const void* data, size_t bytes, Deadline until);
+Moved receive_all(Stream& stream, void* data, size_t bytes, Deadline until);
 
 struct Challenge {
   char magic[8];
@@ -45,7 +47,7 @@ struct Claim {
 static_assert(sizeof(Challenge) == 24 && sizeof(Claim) == 64);
 
 struct Guest {
-  FileDescriptor socket;  // does not block
+  Stream stream;
   int rank = 0;
   int size = 0;
   Proof welcome{};
@@ -65,26 +67,34 @@ class Door {
   // Takes what has come, without waiting. Returns who has proven to know the key; each is to be given one of
   // the two answers below.
   std::vector<Guest> serve();
-  static bool welcome(const Guest& guest);  // false: it is gone
-  static void refuse(const Guest& guest, const std::string& why);
+  static bool welcome(Guest& guest);  // false: it is gone
+  static void refuse(Guest& guest, const std::string& why);
+  // "; refused 3 without the secret, from 10.0.0.7, 10.0.0.9", for the message that says who is missing; or nothing.
+  std::string account() const;
 
  private:
   struct Pending {
-    FileDescriptor socket;
-    Nonce nonce;
-    Claim claim;
-    size_t bytes = 0;  // of the claim, so far
+    Stream stream;
     Deadline until;
+    bool is_challenged = false;
+    Nonce nonce{};
+    Claim claim{};
+    size_t bytes = 0;  // of the claim, so far
   };
+  static constexpr size_t kAddressesTold = 64;
+
   bool has_room() const;
   void accept_some();
   bool hear(Pending& pending, std::vector<Guest>& guests);
-  void turn_away(const Pending& pending);
+  bool challenge(Pending& pending);
+  void turn_away(Pending& pending, const std::string& why);
 
   FileDescriptor listener_;
   const std::string key_;
   std::list<Pending> pending_;  // oldest first
   LogLimiter turned_away_;
+  uint64_t refused_ = 0;
+  std::set<std::string> from_;  // of them, the first kAddressesTold
 };
 
 union SocketAddress {
@@ -93,9 +103,17 @@ union SocketAddress {
   sockaddr_in6 v6;
 };
 
+// Who wants to come in, and where.
+struct Caller {
+  std::vector<SocketAddress> addresses;  // of one listener; each is tried
+  std::string key;
+  int rank = 0, size = 0;
+  std::string listener;   // for messages: "rank 0 at 10.0.0.1:29600"
+  bool is_early = false;  // nobody may listen yet: it tries again
+  std::string hint = "";  // for people, where nobody answers
+};
 // Connects, and proves to know the key; connects again when it is dropped before it could. Errors: kInvalid
 // with the door's words when it refuses, also for another key; kPeerLost when nobody listens or answers.
-Result<FileDescriptor> knock(const SocketAddress& address, const std::string& key, int rank, int size,
-                             Deadline until);
+Result<Stream> knock(const Caller& caller, Deadline until);
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks and their meeting say to each other: frames on a socket, put together as they come, and how the
+// What ranks and their meeting say to each other: frames on a stream, put together as they come, and how the
 // silence of the other side is noticed.
 #pragma once
 
@@ -38,23 +38,23 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 24);
 
-inline bool send_frame(int socket, Frame frame, std::string_view bytes) {
+inline bool send_frame(Stream& stream, Frame frame, std::string_view bytes) {
   frame.bytes = bytes.size();
   std::string all(reinterpret_cast<const char*>(&frame), sizeof frame);
   all += bytes;
-  return send_all(socket, all.data(), all.size(), Deadline::after_s(kSoon_s)) == Moved::kAll;
+  return send_all(stream, all.data(), all.size(), Deadline::after_s(kSoon_s)) == Moved::kAll;
 }
 
-// Puts together the frames that come on a socket, without waiting for any.
+// Puts together the frames that come on a stream, without waiting for any.
 class Inbox {
  public:
   explicit Inbox(uint64_t bytes_max) : bytes_max_(bytes_max) {}
 
   // Takes what is there; 0, or the error that ended the connection, ENOTCONN where the other side closed it.
-  int take(int socket) {
+  int take(Stream& stream) {
     char some[16384];
     while (true) {
-      const ssize_t got = ::recv(socket, some, sizeof some, MSG_DONTWAIT);
+      const ssize_t got = stream.receive(some, sizeof some);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) return errno == EAGAIN ? 0 : errno;
       if (got == 0) return ENOTCONN;

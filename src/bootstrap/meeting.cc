@@ -19,13 +19,14 @@ namespace weft {
 namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'm', 'e', 'e', 't'};
+constexpr int kBacklog = 1024;
 constexpr double kIdleS = 3600;  // a meeting that nobody comes to ends then
 
 // The thread that passes everything on. It owns itself: whoever opened the meeting may be gone first.
 class Meeting {
  public:
-  Meeting(FileDescriptor listener, const MeetingTicket& ticket)
-      : door_(std::move(listener), key_of(ticket)) {}
+  Meeting(FileDescriptor listener, std::string key, int size)
+      : door_(std::move(listener), std::move(key)), size_(size), is_of_rank_0_(size > 0) {}
 
   void run() {
     Deadline idle = Deadline::after_s(kIdleS);
@@ -34,7 +35,7 @@ class Meeting {
       std::vector<pollfd> entries;
       door_.add_to(entries);
       const size_t first_peer = entries.size();
-      for (const auto& [rank, peer] : peers_) entries.push_back({peer.socket.get(), POLLIN, 0});
+      for (const auto& [rank, peer] : peers_) entries.push_back({peer.stream.fd(), POLLIN, 0});
       if ((!door_.is_open() && peers_.empty()) || (peers_.empty() && idle.passed())) return;
       ::poll(entries.data(), entries.size(), suspects_.empty() ? 200 : 20);
       for (size_t i = first_peer; i < entries.size(); ++i)
@@ -52,7 +53,7 @@ class Meeting {
 
  private:
   struct Peer {
-    FileDescriptor socket;
+    Stream stream;
     Inbox inbox{kMaxFrameBytes};
     bool has_given = false;
     std::string given;
@@ -68,12 +69,14 @@ class Meeting {
     if (lost_.contains(guest.rank))
       return Door::refuse(
           guest, text("rank {}: the others go on without it, because it {}", guest.rank, lost_[guest.rank]));
-    if (guest.size != size_ || guest.rank < 0 || guest.rank >= size_ || peers_.contains(guest.rank))
-      return Door::refuse(guest, text("rank and size: got {} of {}, allowed: each rank once, of {}",
-                                      guest.rank, guest.size, size_));
+    if (guest.size != size_)
+      return Door::refuse(guest, text("size: got {} on rank 0, {} on rank {}, allowed: the same on all ranks",
+                                      size_, guest.size, guest.rank));
+    if (guest.rank < 0 || guest.rank >= size_ || peers_.contains(guest.rank))
+      return Door::refuse(guest, text("rank: got {} twice, allowed: each rank once", guest.rank));
     if (!Door::welcome(guest)) return;
-    watch_network(guest.socket.get(), silence_);
-    peers_[guest.rank].socket = std::move(guest.socket);
+    watch_network(guest.stream.fd(), silence_);
+    peers_[guest.rank].stream = std::move(guest.stream);
     if (static_cast<int>(peers_.size()) < size_) return;
     had_everybody_ = true;
     door_.close();
@@ -81,10 +84,10 @@ class Meeting {
 
   void hear(int fd) {
     const auto found =
-        std::find_if(peers_.begin(), peers_.end(), [&](auto& p) { return p.second.socket.get() == fd; });
+        std::find_if(peers_.begin(), peers_.end(), [&](auto& p) { return p.second.stream.fd() == fd; });
     if (found == peers_.end()) return;
     const int rank = found->first;
-    int error = found->second.inbox.take(fd);
+    int error = found->second.inbox.take(found->second.stream);
     Frame frame;
     std::string bytes;
     while (peers_.contains(rank) && peers_[rank].inbox.next(frame, bytes))
@@ -111,6 +114,7 @@ class Meeting {
         tell_all({Kind::kLeave, rank, 0, 0}, "");  // also the rank itself: then it may go
         left_.insert(rank);
         peers_.erase(rank);
+        if (rank == 0) host_has_gone();
         return true;
       }
       case Kind::kGive:
@@ -149,6 +153,12 @@ class Meeting {
     if (!lost_.try_emplace(rank, how).second) return;
     suspects_.erase(rank);
     tell_all({Kind::kLost, rank, 0, 0}, how);
+    if (rank == 0) host_has_gone();
+  }
+
+  // Nobody can meet any more where rank 0 has listened, and its address is free for the next who listens there.
+  void host_has_gone() {
+    if (is_of_rank_0_) door_.close();
   }
 
   // Answers when everybody has given something, or when it is clear that not everybody will.
@@ -181,13 +191,13 @@ class Meeting {
                                                      : "";
       names += text("{}rank {}{}", names.empty() ? "" : ", ", rank, how);
     }
-    return names;
+    return had_everybody_ ? names : names + door_.account();
   }
 
   void answer_all(Code code, const std::string& bytes) {
     for (auto& [rank, peer] : peers_) {
       if (!peer.has_given) continue;
-      send_frame(peer.socket.get(), {Kind::kAnswer, -1, 0, static_cast<uint64_t>(code)}, bytes);
+      send_frame(peer.stream, {Kind::kAnswer, -1, 0, static_cast<uint64_t>(code)}, bytes);
       peer.has_given = false;
       peer.given.clear();
     }
@@ -195,12 +205,13 @@ class Meeting {
   }
 
   void tell_all(const Frame& frame, const std::string& bytes) {
-    for (auto& [rank, peer] : peers_) send_frame(peer.socket.get(), frame, bytes);
+    for (auto& [rank, peer] : peers_) send_frame(peer.stream, frame, bytes);
   }
 
   const Silence silence_;
   Door door_;
-  int size_ = 0;
+  int size_;  // 0: that of the first who comes
+  const bool is_of_rank_0_;
   std::map<int, Peer> peers_;
   std::map<int, std::string> lost_;  // and how
   std::map<int, Suspect> suspects_;
@@ -232,6 +243,23 @@ SocketAddress address_of(const MeetingTicket& ticket, socklen_t& bytes) {
   return address;
 }
 
+FileDescriptor listen_at(const SocketAddress& address) {
+  const socklen_t bytes = address.any.sa_family == AF_INET6 ? sizeof address.v6 : sizeof address.v4;
+  FileDescriptor listener(::socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int on = 1;  // connections of the last one who listened there may still be ending
+  if (!listener.is_open() || ::setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      ::bind(listener.get(), &address.any, bytes) != 0 || ::listen(listener.get(), kBacklog) != 0)
+    return {};
+  return listener;
+}
+
+Status serve_meeting(FileDescriptor listener, std::string key, int size) {
+  WEFT_TRY(Stream::check(key));
+  auto meeting = std::make_shared<Meeting>(std::move(listener), std::move(key), size);
+  std::thread([meeting] { meeting->run(); }).detach();
+  return {};
+}
+
 bool MeetingTicket::is_valid() const {
   return std::memcmp(magic, kMagic, sizeof kMagic) == 0;
 }
@@ -247,13 +275,11 @@ Result<MeetingTicket> open_meeting(const std::string& interface) {
   ticket.key[1] = random_key();
   socklen_t bytes = 0;
   SocketAddress address = address_of(ticket, bytes);
-  FileDescriptor listener(::socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!listener.is_open() || ::bind(listener.get(), &address.any, bytes) != 0 ||
-      ::listen(listener.get(), 1024) != 0 || ::getsockname(listener.get(), &address.any, &bytes) != 0)
+  FileDescriptor listener = listen_at(address);
+  if (!listener.is_open() || ::getsockname(listener.get(), &address.any, &bytes) != 0)
     return logged(Status::from_errno(errno, "open a meeting"));
   ticket.port = ntohs(ticket.is_ipv6 ? address.v6.sin6_port : address.v4.sin_port);
-  auto meeting = std::make_shared<Meeting>(std::move(listener), ticket);
-  std::thread([meeting] { meeting->run(); }).detach();
+  WEFT_TRY(serve_meeting(std::move(listener), key_of(ticket), 0));
   return ticket;
 }
 

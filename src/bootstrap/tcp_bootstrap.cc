@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bootstrap/tcp_bootstrap.h"
 
+#include <arpa/inet.h>
+#include <netdb.h>
 #include <sys/eventfd.h>
 
 #include <cmath>
@@ -21,8 +23,10 @@
 namespace weft {
 namespace {
 
-constexpr double kGraceS = 2;      // a rank waits longer than the meeting, so that it hears who is missing
-constexpr double kLate_s = 0.2;    // who wakes up so much later than it wanted to was stopped, or had no core
+constexpr double kGraceS = 2;    // a rank waits longer than the meeting, so that it hears who is missing
+constexpr double kLate_s = 0.2;  // who wakes up so much later than it wanted to was stopped, or had no core
+constexpr const char* kMaker =
+    "the process that made the id (rank 0's, unless an id of NCCL was made elsewhere)";
 constexpr double kFarewell_s = 1;  // for the meeting to pass on that a rank leaves
 
 class TcpBootstrap;
@@ -41,13 +45,15 @@ OwnMeetings& own_meetings() {
 // One rank's connection, which a thread of its own listens to.
 class TcpBootstrap : public MeetingBootstrap {
  public:
-  TcpBootstrap(int rank, int size, FileDescriptor socket)
+  // `host`: how messages call the process that serves the meeting.
+  TcpBootstrap(int rank, int size, Stream stream, std::string host)
       : rank_(rank),
         size_(size),
-        socket_(std::move(socket)),
+        host_(std::move(host)),
+        stream_(std::move(stream)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         inbox_(kMaxFrameBytes * static_cast<uint64_t>(size)) {
-    watch_network(socket_.get(), silence_);
+    watch_network(stream_.fd(), silence_);
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
@@ -84,9 +90,13 @@ class TcpBootstrap : public MeetingBootstrap {
   int size() const override { return size_; }
 
   Result<std::vector<std::string>> all_gather(const std::string& mine, Deadline until) override {
+    return all_gather(mine, until, until.left_s());
+  }
+  // `limit_s`: how long the caller waits in all, some of which may have passed.
+  Result<std::vector<std::string>> all_gather(const std::string& mine, Deadline until, double limit_s) {
     std::unique_lock lock(mutex_);
     if (is_failed_) return Status(Code::kClosed, "bootstrap: used after it had failed");
-    Result<std::vector<std::string>> all = exchange(mine, until, lock);
+    Result<std::vector<std::string>> all = exchange(mine, until, limit_s, lock);
     is_failed_ = !all.ok();  // the ranks no longer agree on what comes next
     return all;
   }
@@ -118,16 +128,15 @@ class TcpBootstrap : public MeetingBootstrap {
     bool is_sure;
   };
 
-  Result<std::vector<std::string>> exchange(const std::string& mine, Deadline until,
+  Result<std::vector<std::string>> exchange(const std::string& mine, Deadline until, double limit_s,
                                             std::unique_lock<std::mutex>& lock) {
-    const double limit_s = until.left_s();
     has_answer_ = false;
     lock.unlock();
     const bool is_sent =
-        send({Kind::kGive, rank_, 0, static_cast<uint64_t>(std::max(limit_s, 0.0) * 1e3)}, mine);
+        send({Kind::kGive, rank_, 0, static_cast<uint64_t>(std::max(until.left_s(), 0.0) * 1e3)}, mine);
     lock.lock();
     // What cannot be sent has no answer, but the thread is about to say why.
-    const double patience_s = is_sent ? std::min(limit_s, kLongestWait_s) + kGraceS : kFarewell_s;
+    const double patience_s = is_sent ? std::min(until.left_s(), kLongestWait_s) + kGraceS : kFarewell_s;
     const auto wait = [&](double most_s) {
       return answered_.wait_for(lock, std::chrono::duration<double>(most_s),
                                 [&] { return has_answer_ || is_over_; });
@@ -137,13 +146,10 @@ class TcpBootstrap : public MeetingBootstrap {
     const double most_s = std::max(limit_s, 0.0) + kGraceS + kLate_s;
     const bool came =
         wait(patience_s) || ((rank_ == kHost || limit_s - until.left_s() > most_s) && wait(kGraceS));
-    const double waited_s = until.passed() ? limit_s : std::round((limit_s - until.left_s()) * 10) / 10;
+    const double waited_s = std::round((until.passed() ? limit_s : limit_s - until.left_s()) * 100) / 100;
     if (!has_answer_)
-      return Status::make(
-          Code::kPeerLost,
-          "rank {}, bootstrap.all_gather, waited {} s: the process that made the id (rank 0's, "
-          "unless an id of NCCL was made elsewhere) {}",
-          rank_, waited_s, came || !is_sent ? "is gone" : "does not answer");
+      return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s: {} {}", rank_,
+                          waited_s, host_, came || !is_sent ? "is gone" : "does not answer");
     if (code_ == Code::kPeerLost)
       return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {}", rank_,
                           waited_s, answer_);
@@ -171,7 +177,7 @@ class TcpBootstrap : public MeetingBootstrap {
 
   bool send(const Frame& frame, std::string_view bytes) {
     std::lock_guard lock(sending_);
-    return send_frame(socket_.get(), frame, bytes);
+    return send_frame(stream_, frame, bytes);
   }
 
   // Says that nothing is to be expected of this rank any more, and waits until the others know.
@@ -193,7 +199,7 @@ class TcpBootstrap : public MeetingBootstrap {
   void run() {
     const int beat_ms = std::max(1, static_cast<int>(silence_.heartbeat_s * 1e3));
     while (true) {
-      pollfd entries[] = {{wake_.get(), POLLIN, 0}, {is_over() ? -1 : socket_.get(), POLLIN, 0}};
+      pollfd entries[] = {{wake_.get(), POLLIN, 0}, {is_over() ? -1 : stream_.fd(), POLLIN, 0}};
       const int ready = ::poll(entries, 2, beat_ms);
       uint64_t count = 0;
       if (entries[0].revents) (void)!read(wake_.get(), &count, sizeof count);
@@ -227,7 +233,7 @@ class TcpBootstrap : public MeetingBootstrap {
   }
 
   void hear() {
-    const int error = inbox_.take(socket_.get());
+    const int error = inbox_.take(stream_);
     Frame frame;
     std::string bytes;
     while (inbox_.next(frame, bytes)) take(frame, bytes);
@@ -275,8 +281,10 @@ class TcpBootstrap : public MeetingBootstrap {
 
   static constexpr int kHost = 0;
   const int rank_, size_;
+  const std::string host_;
   const Silence silence_;
-  FileDescriptor socket_, wake_;
+  Stream stream_;
+  FileDescriptor wake_;
   Inbox inbox_;  // of the thread
   std::mutex sending_, telling_, mutex_;
   std::condition_variable answered_;
@@ -290,7 +298,89 @@ class TcpBootstrap : public MeetingBootstrap {
   std::unique_ptr<std::thread> thread_;
 };
 
+// What getaddrinfo() found of an address.
+Result<std::vector<SocketAddress>> resolve(const std::string& host, uint16_t port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  const int error = getaddrinfo(host.c_str(), text("{}", port).c_str(), &hints, &found);
+  if (error)
+    return Status::invalid("address: got '{}', allowed: a host that can be resolved ({})", host,
+                           gai_strerror(error));
+  std::vector<SocketAddress> all;
+  for (const addrinfo* one = found; one; one = one->ai_next)
+    if (one->ai_addrlen <= sizeof(SocketAddress))
+      std::memcpy(&all.emplace_back(), one->ai_addr, one->ai_addrlen);
+  freeaddrinfo(found);
+  return all;
+}
+
+bool is_loopback(const SocketAddress& address) {
+  if (address.any.sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr);
+  return ntohl(address.v4.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+}
+
+class PlaceBootstrap : public AddressBootstrap {
+ public:
+  explicit PlaceBootstrap(MeetingPlace place) : place_(std::move(place)) {}
+
+  int rank() const override { return place_.rank; }
+  int size() const override { return place_.size; }
+  void close() override {
+    is_closed_ = true;
+    ranks_.reset();
+  }
+
+  Result<std::vector<std::string>> all_gather(const std::string& mine, Deadline until) override {
+    WEFT_TRY(check_owner());
+    if (is_closed_) return Status(Code::kClosed, "bootstrap: used after it was closed or had failed");
+    if (place_.size == 1) return std::vector<std::string>{mine};
+    Result<std::vector<std::string>> all = ranks_ ? ranks_->all_gather(mine, until) : meet(mine, until);
+    if (!all.ok()) close();  // the ranks no longer agree on what comes next
+    return all;
+  }
+
+ private:
+  std::string where() const { return text("{}:{}", place_.host, place_.port); }
+
+  Result<std::vector<std::string>> meet(const std::string& mine, Deadline until) {
+    const double limit_s = until.left_s();
+    WEFT_TRY(Stream::check(place_.secret));
+    WEFT_TRY_ASSIGN(std::vector<SocketAddress> addresses, resolve(place_.host, place_.port));
+    if (place_.rank == 0) {
+      addresses.resize(1);
+      WEFT_TRY(serve(addresses[0]));
+    }
+    const Caller caller{std::move(addresses),
+                        place_.secret,
+                        place_.rank,
+                        place_.size,
+                        text("rank 0 at {}", where()),
+                        place_.rank != 0,
+                        "; is it the address of rank 0's machine, and is the way to it open?"};
+    WEFT_TRY_ASSIGN(Stream stream, knock(caller, until));
+    ranks_ = std::make_unique<TcpBootstrap>(place_.rank, place_.size, std::move(stream), "rank 0");
+    return ranks_->all_gather(mine, until, limit_s);
+  }
+
+  Status serve(const SocketAddress& address) {
+    FileDescriptor listener = listen_at(address);
+    if (!listener.is_open()) return logged(Status::from_errno(errno, "rank 0: cannot listen at {}", where()));
+    if (place_.secret.empty() && !is_loopback(address))
+      log_warn("rank 0 takes whoever connects to {} for a rank of this job: WEFT_JOB_SECRET is not set",
+               where());
+    return serve_meeting(std::move(listener), place_.secret, place_.size);
+  }
+
+  const MeetingPlace place_;
+  std::unique_ptr<TcpBootstrap> ranks_;
+  bool is_closed_ = false;
+};
+
 }  // namespace
+
+std::shared_ptr<AddressBootstrap> bootstrap_at(MeetingPlace place) {
+  return std::make_shared<PlaceBootstrap>(std::move(place));
+}
 
 Result<std::shared_ptr<MeetingBootstrap>> join_meeting(const MeetingTicket& ticket, int rank, int size,
                                                        Deadline until) {
@@ -298,8 +388,10 @@ Result<std::shared_ptr<MeetingBootstrap>> join_meeting(const MeetingTicket& tick
   if (size < 1 || rank < 0 || rank >= size)
     return Status::invalid("rank and size: got {} and {}, allowed: 0 <= rank < size", rank, size);
   socklen_t bytes = 0;
-  WEFT_TRY_ASSIGN(FileDescriptor socket, knock(address_of(ticket, bytes), key_of(ticket), rank, size, until));
-  return std::shared_ptr<MeetingBootstrap>(std::make_shared<TcpBootstrap>(rank, size, std::move(socket)));
+  WEFT_TRY_ASSIGN(Stream stream,
+                  knock({{address_of(ticket, bytes)}, key_of(ticket), rank, size, kMaker}, until));
+  return std::shared_ptr<MeetingBootstrap>(
+      std::make_shared<TcpBootstrap>(rank, size, std::move(stream), kMaker));
 }
 
 }  // namespace weft

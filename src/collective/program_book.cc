@@ -7,8 +7,11 @@
 // over the whole file), slice bytes, SMs, and the limit in bytes, low word first.
 #include "collective/program_book.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
+
+#include "base/private_path.h"
 
 namespace weft {
 namespace {
@@ -19,19 +22,23 @@ constexpr size_t kBlockWords = sizeof(ProgramBlock) / 4, kStepWords = sizeof(Pro
                  kWaitWords = sizeof(ProgramWait) / 4;
 constexpr uint64_t kMaxFileBytes = 256 << 20;
 
-Result<std::vector<uint32_t>> read_words(const std::string& path) {
+Result<std::string> read_any(const std::string& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) return Status::make(Code::kSystem, "{}: cannot be read", path);
-  const auto bytes = static_cast<uint64_t>(file.tellg());
-  char magic[sizeof kMagic] = {};
+  std::string bytes(std::min(static_cast<uint64_t>(file.tellg()), kMaxFileBytes + 1), '\0');
   file.seekg(0);
-  file.read(magic, sizeof magic);
-  if (bytes < sizeof magic || bytes > kMaxFileBytes || bytes % 4 != 0 ||
-      std::memcmp(magic, kMagic, sizeof kMagic) != 0)
-    return Status::invalid("{}: its {} bytes are not a book of programs", path, bytes);
-  std::vector<uint32_t> words((bytes - sizeof magic) / 4);
-  file.read(reinterpret_cast<char*>(words.data()), static_cast<std::streamsize>(words.size() * 4));
-  if (!file) return Status::make(Code::kSystem, "{}: ends before its {} bytes", path, bytes);
+  file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  if (!file) return Status::make(Code::kSystem, "{}: ends before its {} bytes", path, bytes.size());
+  return bytes;
+}
+
+Result<std::vector<uint32_t>> read_words(const std::string& path, bool is_private) {
+  WEFT_TRY_ASSIGN(const std::string bytes, is_private ? read_private(path, kMaxFileBytes) : read_any(path));
+  if (bytes.size() < sizeof kMagic || bytes.size() > kMaxFileBytes || bytes.size() % 4 != 0 ||
+      std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+    return Status::invalid("{}: its {} bytes are not a book of programs", path, bytes.size());
+  std::vector<uint32_t> words((bytes.size() - sizeof kMagic) / 4);
+  std::memcpy(words.data(), bytes.data() + sizeof kMagic, words.size() * 4);
   return words;
 }
 
@@ -72,10 +79,11 @@ class ProgramBook::Reader {
   bool is_ok_ = true;
 };
 
-Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, BookMachine machine) {
+Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, BookMachine machine,
+                                      bool is_private) {
   ProgramBook book;
   book.ranks_ = ranks;
-  WEFT_TRY_ASSIGN(book.words_, read_words(path));
+  WEFT_TRY_ASSIGN(book.words_, read_words(path, is_private));
   Reader in(book.words_);
   const uint32_t version = in.next(), block_words = in.next(), step_words = in.next(), wait_words = in.next();
   if (version != kVersion || block_words != kBlockWords || step_words != kStepWords ||

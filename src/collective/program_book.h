@@ -61,7 +61,9 @@ class ProgramBook {
  public:
   // Reads what is for `ranks` and `machine`. Errors: kSystem when the file cannot be read; kInvalid, saying
   // where, when it is damaged, of another version, or has nothing for so many ranks.
-  static Result<ProgramBook> read(const std::string& path, uint32_t ranks, BookMachine machine);
+  // `is_private`: kCapacity for one that somebody else may have written (base/private_path.h).
+  static Result<ProgramBook> read(const std::string& path, uint32_t ranks, BookMachine machine,
+                                  bool is_private = false);
 
   // Null: nothing serves this.
   const BookChoice* choose(BookCollective collective, uint64_t num_bytes) const;

@@ -27,6 +27,23 @@ struct Backend {
 };
 std::vector<Backend> backends();
 
+// A test on a backend, which is skipped where no NIC of it can be used.
+class OnBackend : public ::testing::TestWithParam<Backend> {
+ protected:
+  void SetUp() override {
+    auto made = GetParam().make();
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    provider_ = *made;
+    std::string why = "no NIC";
+    for (const provider::Nic& nic : provider_->probe()) {
+      if (nic.usable()) return;
+      why = nic.unusable_because;
+    }
+    GTEST_SKIP() << why;
+  }
+  std::shared_ptr<provider::Provider> provider_;
+};
+
 // Memory with a guard on both sides: what lies outside of [0, bytes) must stay as it was.
 class Buffer {
  public:

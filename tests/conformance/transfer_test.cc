@@ -61,21 +61,7 @@ std::vector<Backend> backends() {
   return all;
 }
 
-class TransferTest : public ::testing::TestWithParam<Backend> {
- protected:
-  void SetUp() override {
-    auto made = GetParam().make();
-    ASSERT_TRUE(made.ok()) << made.status().message();
-    provider_ = *made;
-    std::string why = "no NIC";
-    for (const provider::Nic& nic : provider_->probe()) {
-      if (nic.usable()) return;
-      why = nic.unusable_because;
-    }
-    GTEST_SKIP() << why;
-  }
-  std::shared_ptr<provider::Provider> provider_;
-};
+class TransferTest : public OnBackend {};
 
 INSTANTIATE_TEST_SUITE_P(All, TransferTest, ::testing::ValuesIn(backends()),
                          [](const auto& info) { return info.param.label; });

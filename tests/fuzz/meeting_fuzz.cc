@@ -34,9 +34,15 @@ SocketAddress address_of(uint16_t port) {
   return address;
 }
 
-void close_at_once(const FileDescriptor& socket) {
+void close_at_once(int socket) {
   const linger at_once{1, 0};  // no port is left waiting
-  setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+  setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+}
+
+// What a connection begins with, and then anything.
+std::string opened(const std::string& bytes) {
+  const Opening opening;
+  return std::string(reinterpret_cast<const char*>(&opening), sizeof opening) + bytes;
 }
 
 MeetingTicket meeting() {
@@ -55,10 +61,11 @@ void knock_with(const std::string& bytes) {
   FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const SocketAddress address = address_of(ticket.port);
   require(::connect(socket.get(), &address.any, sizeof address.v4) == 0);
-  close_at_once(socket);
-  (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  close_at_once(socket.get());
+  const std::string all = opened(bytes);
+  (void)!::send(socket.get(), all.data(), all.size(), MSG_NOSIGNAL);
   char answer[256] = {};
-  for (size_t at = 0; at < sizeof(Challenge) && bytes.size() >= sizeof(Claim);) {
+  for (size_t at = 0; at < sizeof(Opening) + sizeof(Challenge) && bytes.size() >= sizeof(Claim);) {
     const ssize_t got = ::recv(socket.get(), answer, sizeof answer, 0);
     if (got <= 0) break;
     at += static_cast<size_t>(got);
@@ -68,13 +75,13 @@ void knock_with(const std::string& bytes) {
 // A rank of one, which says anything once it is in.
 void say(const std::string& bytes) {
   const MeetingTicket ticket = meeting();
-  auto socket = knock(address_of(ticket.port), key_of(ticket), 0, 1, soon());
-  require(socket.ok());
-  close_at_once(*socket);
-  (void)!::send(socket->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  ::shutdown(socket->get(), SHUT_WR);
+  auto stream = knock({{address_of(ticket.port)}, key_of(ticket), 0, 1, "the meeting"}, soon());
+  require(stream.ok());
+  close_at_once(stream->fd());
+  (void)!stream->send(bytes.data(), bytes.size());
+  ::shutdown(stream->fd(), SHUT_WR);
   char answer[4096];
-  receive_all(socket->get(), answer, sizeof answer, soon(1));  // until the meeting has closed it
+  receive_all(*stream, answer, sizeof answer, soon(1));  // until the meeting has closed it
 }
 
 // What a rank hears of a meeting that says anything, before or after it has shown that it knows the key.
@@ -98,18 +105,19 @@ void listen_to(const std::string& bytes, bool is_right) {
       for (const Deadline until = soon(5); guests.empty() && !until.passed();) guests = door.serve();
       if (guests.empty()) return;
       Door::welcome(guests[0]);
-      close_at_once(guests[0].socket);
-      (void)!::send(guests[0].socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-      ::shutdown(guests[0].socket.get(), SHUT_WR);
+      close_at_once(guests[0].stream.fd());
+      (void)!guests[0].stream.send(bytes.data(), bytes.size());
+      ::shutdown(guests[0].stream.fd(), SHUT_WR);
       char said[256];
-      receive_all(guests[0].socket.get(), said, sizeof said, soon(0.05));
+      receive_all(guests[0].stream, said, sizeof said, soon(0.05));
     } else {
       FileDescriptor socket(::accept4(fd, nullptr, nullptr, SOCK_CLOEXEC));
-      (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      const std::string all = opened(bytes);
+      (void)!::send(socket.get(), all.data(), all.size(), MSG_NOSIGNAL);
       ::shutdown(socket.get(), SHUT_WR);
       listener.close();  // a rank that is dropped tries again
-      char said[256];
-      receive_all(socket.get(), said, sizeof said, soon(0.05));
+      pollfd heard{socket.get(), POLLIN, 0};
+      ::poll(&heard, 1, 50);
     }
   });
   const auto joined =

@@ -38,6 +38,8 @@ int dial(uint16_t port) {
   require(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0);
   const linger at_once{1, 0};  // no port is left waiting
   setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+  const Opening opening;
+  require(send(fd, &opening, sizeof opening, MSG_NOSIGNAL) == sizeof opening);
   return fd;
 }
 
@@ -57,17 +59,20 @@ PageStreams& streams() {
 
 // Answers the challenge, as a peer of the job.
 void prove_it(int fd) {
-  StreamChallenge challenge;
+  struct {
+    Opening opening;
+    StreamChallenge challenge;
+  } said;
   std::deque<Event> events;
   const time_t deadline = time(nullptr) + 60;
-  for (ssize_t got = -1; got != sizeof challenge;) {
+  for (ssize_t got = -1; got != sizeof said;) {
     streams().progress(events);
-    got = recv(fd, &challenge, sizeof challenge, MSG_PEEK | MSG_DONTWAIT);
+    got = recv(fd, &said, sizeof said, MSG_PEEK | MSG_DONTWAIT);
     require(got != 0 && time(nullptr) < deadline);
   }
-  require(recv(fd, &challenge, sizeof challenge, 0) == sizeof challenge);
+  require(recv(fd, &said, sizeof said, 0) == sizeof said);
   StreamClaim claim;
-  claim.proof = prove(kSecret, "pages", {bytes_of(challenge.nonce)});
+  claim.proof = prove(kSecret, "pages", {bytes_of(said.challenge.nonce)});
   require(send(fd, &claim, sizeof claim, MSG_NOSIGNAL) == sizeof claim);
 }
 

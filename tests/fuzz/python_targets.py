@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz targets of what Python parses: XML programs and lists, JSON plans, tuned tables, a rank's first messages.
+"""Fuzz targets of what Python parses: XML programs and lists, JSON plans, tuned tables.
 
     python tests/fuzz/python_targets.py xml -max_total_time=60 build/fuzz/found-xml tests/fuzz/corpus_xml
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,14 +18,11 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(
-    include=["weft.collectives", "weft.runtime.bootstrap_tcp"], enable_loader_override=False
-):
+with atheris.instrument_imports(include=["weft.collectives"], enable_loader_override=False):
     import weft.collectives.plan_form
     import weft.collectives.plan_json
     import weft.collectives.tuned_tables
     import weft.collectives.xml
-    import weft.runtime.bootstrap_tcp as tcp
     from weft.errors import Error
 
 TABLE = Path(tempfile.mkdtemp(prefix="weft-fuzz-")) / "table.json"
@@ -58,28 +54,7 @@ def table(data: bytes) -> None:
     weft.collectives.tuned_tables.rows_besides(TABLE, "", ["all_reduce"], 2)
 
 
-def messages(data: bytes) -> None:
-    """What a rank and rank 0 hear on a TCP connection: the rank where the first byte is even."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(data[1:60000])
-        theirs.shutdown(socket.SHUT_WR)
-        until = tcp._Deadline(5)
-        if data[:1] and data[0] % 2:
-            try:
-                tcp._unpack(tcp._receive_frame(ours, until))
-            except OSError:
-                return  # the peer is gone, as far as its callers are concerned
-            return
-        rank = tcp.TcpAddress("127.0.0.1:1", 1, 2, b"secret")
-        rank._peers[0] = ours
-        try:
-            rank._introduce(ours, until, 5)
-        except tcp._Dropped:
-            return
-
-
-TARGETS: dict[str, Callable[[bytes], None]] = {"xml": xml, "plan": plan, "table": table, "tcp": messages}
+TARGETS: dict[str, Callable[[bytes], None]] = {"xml": xml, "plan": plan, "table": table}
 
 
 def main() -> None:

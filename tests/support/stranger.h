@@ -9,6 +9,7 @@
 // Threads: one at a time.
 #pragma once
 
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -18,6 +19,8 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "providers/fabric/abi.h"
+#include "providers/fabric/fabric.h"
 #include "providers/provider.h"
 #include "transfer/wire.h"
 
@@ -39,6 +42,8 @@ class Stranger {
   bool say(const std::string& message, const std::string& rail_address, double seconds = 5);
   // A write of no bytes that carries an immediate.
   bool write_imm(uint64_t imm, const RailKey& to, const std::string& rail_address, double seconds = 5);
+  // A message of libfabric that carries data as an immediate does. False on other rails, too.
+  bool say_with_data(uint64_t data, const std::string& rail_address, double seconds = 5);
   std::string hear(double seconds = 20);  // empty: nothing came
   void poll();
   // Until what was said has left, or the rail has failed it.
@@ -189,6 +194,28 @@ inline bool Stranger::write_imm(uint64_t imm, const RailKey& to, const std::stri
   });
   buffers_[b].is_free = posted != provider::Posted::kOk;
   return posted <= provider::Posted::kDone;
+}
+
+inline bool Stranger::say_with_data(uint64_t data, const std::string& rail_address, double seconds) {
+  struct MessageCalls {
+    size_t bytes;
+    provider::fi::Slot others[7];
+    ssize_t (*senddata)(provider::fi::Endpoint*, const void*, size_t, void* desc, uint64_t data, uint64_t to,
+                        void* context);
+  };
+  provider::fi::Endpoint* const endpoint = provider::fabric_objects(*rail_).endpoint;
+  const size_t b = endpoint ? free_buffer(seconds) : 0;
+  if (b == 0) return false;
+  const auto* calls = reinterpret_cast<const MessageCalls*>(endpoint->msg);
+  const uint64_t to = provider::fabric_address(*rail_, route_to(rail_address));
+  ssize_t code = -EAGAIN;
+  wait_until(Deadline::after_s(seconds), [&] {
+    poll();
+    code = calls->senddata(endpoint, nullptr, 0, nullptr, data, to, &buffers_[b].context);
+    return code != -EAGAIN;
+  });
+  buffers_[b].is_free = code != 0;
+  return code == 0;
 }
 
 inline bool Stranger::settle(double seconds) {

@@ -4,6 +4,7 @@
 #include "bootstrap/door.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -53,6 +54,16 @@ TEST(Proof, MeansOneRoleAndOneSentence) {
   EXPECT_NE(random_nonce(), random_nonce());
 }
 
+// Both sides of a connection, before anything is proven.
+Stream shaken(FileDescriptor socket, Stream::Side side) {
+  ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
+  auto stream = Stream::open(std::move(socket), side, "");
+  EXPECT_TRUE(stream.ok());
+  EXPECT_TRUE(
+      wait_until(Deadline::after_s(10), [&] { return stream->shake_hands() == Stream::Hands::kShaken; }));
+  return std::move(*stream);
+}
+
 // A door on a thread, which welcomes everybody who knows the key.
 class Gate {
  public:
@@ -76,8 +87,8 @@ class Gate {
   }
   size_t came() const { return came_; }
   const SocketAddress& address() const { return address_; }
-  Result<FileDescriptor> knock_with(const std::string& key, double limit_s = 20) const {
-    return knock(address_, key, 3, 4, Deadline::after_s(limit_s));
+  Result<Stream> knock_with(const std::string& key, double limit_s = 20) const {
+    return knock({{address_}, key, 3, 4, "the gate"}, Deadline::after_s(limit_s));
   }
   FileDescriptor stranger() const {
     FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -137,23 +148,25 @@ TEST(Door, AClaimThatWasOverheardIsWorthNothing) {
   ASSERT_EQ(::bind(listener.get(), &between.any, bytes), 0);
   ASSERT_EQ(::listen(listener.get(), 1), 0);
   ASSERT_EQ(::getsockname(listener.get(), &between.any, &bytes), 0);
-  std::thread rank([&] { (void)knock(between, kKey, 3, 4, Deadline::after_s(3)); });
+  std::thread rank([&] { (void)knock({{between}, kKey, 3, 4, "the gate"}, Deadline::after_s(3)); });
   const Deadline soon = Deadline::after_s(10);
   {
-    FileDescriptor theirs(::accept(listener.get(), nullptr, nullptr)), ours = gate.stranger();
-    ASSERT_EQ(receive_all(ours.get(), &first, sizeof first, soon), Moved::kAll);
-    ASSERT_EQ(send_all(theirs.get(), &first, sizeof first, soon), Moved::kAll);
-    ASSERT_EQ(receive_all(theirs.get(), &claim, sizeof claim, soon), Moved::kAll);
+    Stream theirs =
+        shaken(FileDescriptor(::accept(listener.get(), nullptr, nullptr)), Stream::Side::kListener);
+    Stream ours = shaken(gate.stranger(), Stream::Side::kCaller);
+    ASSERT_EQ(receive_all(ours, &first, sizeof first, soon), Moved::kAll);
+    ASSERT_EQ(send_all(theirs, &first, sizeof first, soon), Moved::kAll);
+    ASSERT_EQ(receive_all(theirs, &claim, sizeof claim, soon), Moved::kAll);
   }
   listener.close();
   rank.join();
-  FileDescriptor again = gate.stranger();
+  Stream again = shaken(gate.stranger(), Stream::Side::kCaller);
   Challenge second{};
-  ASSERT_EQ(receive_all(again.get(), &second, sizeof second, soon), Moved::kAll);
+  ASSERT_EQ(receive_all(again, &second, sizeof second, soon), Moved::kAll);
   EXPECT_NE(first.nonce, second.nonce);
-  ASSERT_EQ(send_all(again.get(), &claim, sizeof claim, soon), Moved::kAll);
+  ASSERT_EQ(send_all(again, &claim, sizeof claim, soon), Moved::kAll);
   uint32_t head[2] = {7, 7};
-  ASSERT_EQ(receive_all(again.get(), head, sizeof head, soon), Moved::kAll);
+  ASSERT_EQ(receive_all(again, head, sizeof head, soon), Moved::kAll);
   EXPECT_EQ(head[0], 0u);
   EXPECT_EQ(gate.came(), 0u);
 }
@@ -173,10 +186,21 @@ TEST(Door, IgnoresGarbage) {
 
 TEST(Door, DropsWhoSaysNothing) {
   Gate gate(kKey);
-  const FileDescriptor silent = gate.stranger();
+  const std::vector<std::string> words = {"", "?"};
+  for (const std::string& word : words) {
+    const FileDescriptor silent = gate.stranger();
+    (void)!::send(silent.get(), word.data(), word.size(), MSG_NOSIGNAL);
+    const timeval most{static_cast<time_t>(Door::kSilence_s) + 20, 0};
+    setsockopt(silent.get(), SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
+    char bytes[sizeof(Opening) + 1];
+    ssize_t got = 1;
+    while (got > 0) got = ::recv(silent.get(), bytes, sizeof bytes, 0);
+    EXPECT_TRUE(got == 0 || errno == ECONNRESET) << std::strerror(errno);
+  }
+  Stream silent = shaken(gate.stranger(), Stream::Side::kCaller);
   char bytes[sizeof(Challenge) + 1];
   const Deadline until = Deadline::after_s(Door::kSilence_s + 20);
-  EXPECT_EQ(receive_all(silent.get(), bytes, sizeof bytes, until), Moved::kGone);
+  EXPECT_EQ(receive_all(silent, bytes, sizeof bytes, until), Moved::kGone);
 }
 
 TEST(Door, AFloodOfSilentAndWrongConnectionsKeepsNobodyOut) {
@@ -261,20 +285,20 @@ struct Listener {
 };
 
 // A rank without a thread, which may end as it likes.
-FileDescriptor plain_rank(const MeetingTicket& ticket, int rank, int size) {
+Stream plain_rank(const MeetingTicket& ticket, int rank, int size) {
   SocketAddress address{};
   address.v4.sin_family = AF_INET;
   address.v4.sin_port = htons(ticket.port);
   std::memcpy(&address.v4.sin_addr, ticket.address, 4);
   const std::string key(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key);
-  auto socket = knock(address, key, rank, size, Deadline::after_s(10));
-  return socket.ok() ? std::move(*socket) : FileDescriptor();
+  auto stream = knock({{address}, key, rank, size, "the meeting"}, Deadline::after_s(10));
+  return stream.ok() ? std::move(*stream) : Stream();
 }
 
 TEST(Meeting, TellsEverybodyWhoIsLost) {
   const MeetingTicket ticket = *open_meeting("lo");
   Listener zero(ticket, 0, 3), one(ticket, 1, 3);
-  FileDescriptor two = plain_rank(ticket, 2, 3);
+  Stream two = plain_rank(ticket, 2, 3);
   ASSERT_TRUE(two.is_open());
   two.close();
   EXPECT_TRUE(zero.hears("rank 2 closed its connection;")) << zero.all();
@@ -287,7 +311,7 @@ TEST(Meeting, TellsEverybodyWhoIsLost) {
 TEST(Meeting, WhoKnowsHowItDiedIsHeardBeforeWhoMissesIt) {
   const MeetingTicket ticket = *open_meeting("lo");
   Listener zero(ticket, 0, 3), one(ticket, 1, 3);
-  FileDescriptor two = plain_rank(ticket, 2, 3);
+  Stream two = plain_rank(ticket, 2, 3);
   zero.meeting->report(2, "is lost: silent for 10 s", false);
   two.close();
   one.meeting->report(2, "was killed by signal 9", true);

@@ -155,6 +155,23 @@ def test_a_table_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     assert rows_besides(tmp_path / "t.json", "elsewhere", ["allgather"], 4) == []
 
 
+def test_a_tuned_table_of_others_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = tmp_path / "t.json"
+    write_table(table, "here", table_rows(_measured(), 4))
+    table.chmod(0o600)
+    tmp_path.chmod(0o700)
+    named = read_table(table, "here")
+    assert named and read_table(table, "here", is_private=True) == named
+    for path, mode in ((table, 0o666), (tmp_path, 0o777)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        caplog.clear()
+        assert read_table(table, "here", is_private=True) == []
+        assert f"chmod go-w {path}" in caplog.text
+        assert read_table(table, "here") == named  # somebody has named it
+        path.chmod(before)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"version": 1, "key": "here", "rows": [{}]})])
 def test_a_bad_table_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / table_name("cpu", "here", 4)).write_text(text)

@@ -4,19 +4,26 @@
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <thread>
 
+#include "base/config.h"
 #include "base/deadline.h"
+#include "base/file_descriptor.h"
+#include "base/log.h"
 
 namespace weft::provider {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
 constexpr uint64_t kKey = 0x1234567, kBase = 1 << 20;
@@ -56,7 +63,25 @@ struct Ends {
   }
 };
 
-TEST(PageStreams, FramesPlaceEveryPageAndEndInOrder) {
+// Each test on plain TCP and on TLS.
+class PagesOver : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override { set_tls(GetParam()); }
+  void TearDown() override { set_tls(nullptr); }
+
+ private:
+  static void set_tls(const char* value) {
+    if (value)
+      setenv("WEFT_TLS", value, 1);
+    else
+      unsetenv("WEFT_TLS");
+    config_reload();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, PagesOver, ::testing::Values("0", "1"),
+                         [](const auto& info) { return info.param[0] == '1' ? "Tls" : "Tcp"; });
+
+TEST_P(PagesOver, FramesPlaceEveryPageAndEndInOrder) {
   constexpr uint64_t kPage = 3001, kPages = 1000;
   Ends ends(kPage * kPages);
   std::vector<Piece> pieces;
@@ -79,7 +104,7 @@ TEST(PageStreams, FramesPlaceEveryPageAndEndInOrder) {
   }
 }
 
-TEST(PageStreams, SleepsWhilePagesAreUnderWayAndWakesWhenTheyCanGoOn) {
+TEST_P(PagesOver, SleepsWhilePagesAreUnderWayAndWakesWhenTheyCanGoOn) {
   constexpr uint64_t kBytes = 64 << 20, kLongest_ns = 999'000'000;
   Ends ends(kBytes);
   EXPECT_FALSE(ends.a.streams->sleep(kLongest_ns));
@@ -108,7 +133,7 @@ TEST(PageStreams, SleepsWhilePagesAreUnderWayAndWakesWhenTheyCanGoOn) {
   EXPECT_FALSE(ends.a.streams->sleep(kLongest_ns));
 }
 
-TEST(PageStreams, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {
+TEST_P(PagesOver, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {
   Ends ends(300000);
   ends.b.lend(kRemoteWrite);
   const Piece fine = ends.piece(0, 0, 100000);
@@ -134,7 +159,7 @@ TEST(PageStreams, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {
   EXPECT_EQ(ends.b.memory[0], ends.a.memory[0]);
 }
 
-TEST(PageStreams, ForbiddenMemoryIsNotTouchedAnyMore) {
+TEST_P(PagesOver, ForbiddenMemoryIsNotTouchedAnyMore) {
   Ends ends(32 << 20);
   const Piece all = ends.piece(0, 0, 32 << 20);
   ends.a.streams->post(ends.to, &all, 1, &ends.contexts[0]);
@@ -152,7 +177,7 @@ TEST(PageStreams, ForbiddenMemoryIsNotTouchedAnyMore) {
 }
 
 // Other keys may name the same memory: a frame to one of them is not touched by the end of another.
-TEST(PageStreams, TheRestOfAForbiddenFrameIsDroppedAndTheStreamGoesOn) {
+TEST_P(PagesOver, TheRestOfAForbiddenFrameIsDroppedAndTheStreamGoesOn) {
   constexpr size_t kBytes = 32 << 20;
   constexpr uint64_t kOtherKey = kKey + 1;
   for (const uint64_t forbidden : {kKey, kOtherKey}) {
@@ -185,7 +210,7 @@ TEST(PageStreams, TheRestOfAForbiddenFrameIsDroppedAndTheStreamGoesOn) {
   }
 }
 
-TEST(PageStreams, ReleasedSourceEndsItsFrame) {
+TEST_P(PagesOver, ReleasedSourceEndsItsFrame) {
   Ends ends(32 << 20);
   const Piece all = ends.piece(0, 0, 32 << 20);
   ends.a.streams->post(ends.to, &all, 1, &ends.contexts[0]);
@@ -196,7 +221,7 @@ TEST(PageStreams, ReleasedSourceEndsItsFrame) {
   EXPECT_FALSE(ends.a.events[0].peer_gone);
 }
 
-TEST(PageStreams, LostPeerFailsWhatItHasNotAnswered) {
+TEST_P(PagesOver, LostPeerFailsWhatItHasNotAnswered) {
   Ends ends(1000);
   const Piece piece = ends.piece(0, 0, 1000);
   ends.a.streams->post(ends.to, &piece, 1, &ends.contexts[0]);
@@ -220,7 +245,7 @@ TEST(PageStreams, LostPeerFailsWhatItHasNotAnswered) {
   EXPECT_TRUE(ends.a.events[0].peer_gone);
 }
 
-TEST(PageStreams, AnotherJobsPagesAreRefusedAndItIsTold) {
+TEST_P(PagesOver, AnotherJobsPagesAreRefusedAndItIsTold) {
   Ends ends(1000);
   ends.a.join_another_job();
   ends.to = ends.a.streams->open({htonl(INADDR_LOOPBACK)}, ends.b.streams->port());
@@ -229,12 +254,13 @@ TEST(PageStreams, AnotherJobsPagesAreRefusedAndItIsTold) {
   ASSERT_TRUE(ends.wait(1));
   EXPECT_EQ(ends.a.events[0].kind, EventKind::kFailed);
   EXPECT_TRUE(ends.a.events[0].peer_gone);
-  EXPECT_THAT(ends.a.events[0].text, HasSubstr("another secret"));
+  EXPECT_THAT(ends.a.events[0].text, AnyOf(HasSubstr("another secret"),
+                                           HasSubstr("secret: the one given differs from the other side's")));
   EXPECT_EQ(ends.b.memory, std::vector<char>(1000, 'e'));
 }
 
 // Strangers may connect and send anything.
-TEST(PageStreams, GarbageWritesNothing) {
+TEST_P(PagesOver, GarbageWritesNothing) {
   Ends ends(4096);
   std::mt19937 random(3);
   for (int i = 0; i < 200; ++i) {
@@ -249,6 +275,8 @@ TEST(PageStreams, GarbageWritesNothing) {
     to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     to.sin_port = htons(ends.b.streams->port());
     ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+    const Opening opening;
+    if (i % 4) bytes.insert(0, reinterpret_cast<const char*>(&opening), sizeof opening);
     (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     for (int k = 0; k < 20; ++k) ends.b.streams->progress(ends.b.events);
     ::close(fd);
@@ -258,6 +286,104 @@ TEST(PageStreams, GarbageWritesNothing) {
   ends.a.streams->post(ends.to, &piece, 1, &ends.contexts[0]);
   ASSERT_TRUE(ends.wait(1));
   EXPECT_EQ(ends.b.memory, ends.a.memory);
+}
+
+// Who stands between two ends: passes everything on, and keeps it.
+class Between {
+ public:
+  explicit Between(uint16_t to) : listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in here = loopback(0);
+    socklen_t bytes = sizeof here;
+    auto* const address = reinterpret_cast<sockaddr*>(&here);
+    EXPECT_EQ(bind(listener_.get(), address, bytes), 0);
+    EXPECT_EQ(listen(listener_.get(), 4), 0);
+    EXPECT_EQ(getsockname(listener_.get(), address, &bytes), 0);
+    port = ntohs(here.sin_port);
+    thread_ = std::thread([this, to] { pass_on(to); });
+  }
+  ~Between() {
+    over_ = true;
+    thread_.join();
+  }
+  bool heard(std::string_view what) {
+    std::lock_guard lock(mutex_);
+    return heard_.find(what) != std::string::npos;
+  }
+  uint16_t port = 0;
+
+ private:
+  static sockaddr_in loopback(uint16_t port) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(port);
+    return address;
+  }
+  void pass_on(uint16_t to) {
+    FileDescriptor ends[2];
+    while (!over_) {
+      pollfd entries[3] = {
+          {listener_.get(), POLLIN, 0}, {ends[0].get(), POLLIN, 0}, {ends[1].get(), POLLIN, 0}};
+      if (poll(entries, 3, 20) <= 0) continue;
+      if (entries[0].revents) {
+        const sockaddr_in there = loopback(to);
+        ends[0] = FileDescriptor(accept(listener_.get(), nullptr, nullptr));
+        ends[1] = FileDescriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        EXPECT_EQ(connect(ends[1].get(), reinterpret_cast<const sockaddr*>(&there), sizeof there), 0);
+      }
+      for (int i = 0; i < 2; ++i) {
+        char bytes[65536];
+        const ssize_t got =
+            entries[1 + i].revents ? recv(ends[i].get(), bytes, sizeof bytes, MSG_DONTWAIT) : 0;
+        if (got <= 0) continue;
+        (void)!send(ends[1 - i].get(), bytes, static_cast<size_t>(got), MSG_NOSIGNAL);
+        std::lock_guard lock(mutex_);
+        heard_.append(bytes, static_cast<size_t>(got));
+      }
+    }
+  }
+  FileDescriptor listener_;
+  std::mutex mutex_;
+  std::string heard_;
+  std::atomic<bool> over_ = false;
+  std::thread thread_;
+};
+
+TEST_P(PagesOver, WhoStandsBetweenReadsPagesWithoutTlsAlone) {
+  Ends ends(4096);
+  Between between(ends.b.streams->port());
+  const std::string_view page(ends.a.memory.data() + 100, 600);
+  const size_t to = ends.a.streams->open({htonl(INADDR_LOOPBACK)}, between.port);
+  const Piece piece = ends.piece(0, 0, 4096);
+  ends.a.streams->post(to, &piece, 1, &ends.contexts[0]);
+  ASSERT_TRUE(ends.wait(1));
+  EXPECT_EQ(ends.a.events[0].kind, EventKind::kDone) << ends.a.events[0].text;
+  EXPECT_EQ(ends.b.memory, ends.a.memory);
+  EXPECT_EQ(between.heard(page), std::string(GetParam()) == "0");
+}
+
+// The other side is set otherwise: each says so by name.
+TEST_P(PagesOver, AnEndThatIsSetDifferentlyIsRefusedByName) {
+  Ends ends(1000);
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  to.sin_port = htons(ends.b.streams->port());
+  ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+  Opening opening;
+  opening.is_tls = std::string(GetParam()) == "0";
+  ASSERT_EQ(send(fd, &opening, sizeof opening, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof opening));
+  std::string words;
+  set_log_sink([&](LogLevel, const std::string& line) { words += line; });
+  ASSERT_TRUE(wait_until(Deadline::after_s(20), [&] {
+    ends.b.streams->progress(ends.b.events);
+    return !words.empty();
+  }));
+  set_log_sink({});
+  EXPECT_THAT(words, HasSubstr(GetParam()[0] == '1' ? "WEFT_TLS: got 1 here and 0 on the other side"
+                                                    : "WEFT_TLS: got 0 here and 1 on the other side"));
+  ::close(fd);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import socket
+import secrets
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,11 +34,13 @@ from weft.bench.transfer_line import TIMEOUT_S, Line
 from weft.bench.transfer_loads import BUFFER_BYTES, MIB, PAGE_BYTES, PAGES, Load, pairs_of, plan_loads
 from weft.bench.transfer_side import describe_nics, open_side, pin, serve
 from weft.errors import Error, PeerLost, invalid
+from weft.runtime.bootstrap import TcpAddress
 from weft.runtime.endings import end_with_parent
 from weft.runtime.progress import progress
 from weft.transfer import Pages
 from weft.transfer.engine import ANY_RAIL
 
+_LOCAL = "127.0.0.1"
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
 
 
@@ -290,31 +292,30 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "server":
         return run_server(args)
     if args.command == "client":
-        with dialled(args.address) as connection:
-            return run_client(Line(connection), args)
+        with dialled(args.address) as (ranks, own):
+            return run_client(Line(ranks, own), args)
     return run_local(args)
 
 
 def run_server(args: argparse.Namespace) -> int:
     """Serve one client, which knows the job's secret."""
     host, port = args.host or own_address(), args.port or free_port(args.host or own_address())
-    with serving(host, port) as connection:
-        serve(Line(connection), args)
+    with serving(host, port) as ranks:
+        serve(Line(ranks, host), args)
     return 0
 
 
 def run_local(args: argparse.Namespace) -> int:
     """Start a server process, be its client, and see it off."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = socket.socketpair()
-    server = context.Process(target=_local_server, args=(theirs, args, os.getpid()), daemon=True)
+    place, secret = f"{_LOCAL}:{free_port(_LOCAL)}", secrets.token_bytes(32)
+    server = context.Process(target=_local_server, args=(place, secret, args, os.getpid()), daemon=True)
     server.start()
-    theirs.close()
     if not args.no_pin:
         args.cpus = pin(0)
     try:
-        return run_client(Line(ours), args)
-    except BaseException:  # a signal, too: the server must not outlive its client
+        return run_client(Line(TcpAddress(place, 0, 2, secret), _LOCAL), args)
+    except BaseException:  # a signal, too: nobody waits for a server without a client
         server.kill()
         raise
     finally:
@@ -323,9 +324,9 @@ def run_local(args: argparse.Namespace) -> int:
             server.kill()
 
 
-def _local_server(connection: socket.socket, args: argparse.Namespace, parent: int) -> None:
+def _local_server(place: str, secret: bytes, args: argparse.Namespace, parent: int) -> None:
     end_with_parent(parent)
     if not args.no_pin:
         pin(1)
     with contextlib.suppress(PeerLost, Error, OSError):
-        serve(Line(connection), args)
+        serve(Line(TcpAddress(place, 1, 2, secret), _LOCAL), args)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from weft import _core
 from weft.errors import PeerLost, invalid
-from weft.runtime.bootstrap_tcp import TcpAddress
+from weft.runtime.bootstrap import Bootstrap, TcpAddress
 
 _DIAL_S = 10.0
 _SERVE_S = 7 * 24 * 3600.0  # for a client to come
@@ -37,8 +37,8 @@ def free_port(host: str) -> int:
 
 
 @contextlib.contextmanager
-def serving(host: str, port: int) -> Iterator[socket.socket]:
-    """Print where and how a client comes; yield the connection to the first that knows the secret."""
+def serving(host: str, port: int) -> Iterator[Bootstrap]:
+    """Print where and how a client comes; yield the two ranks once one has come that knows the secret."""
     print(f"serving on {host}:{port}", flush=True)
     if not _core.config().job_secret:
         secret = secrets.token_hex(16)
@@ -49,23 +49,29 @@ def serving(host: str, port: int) -> Iterator[socket.socket]:
         )
     meeting = TcpAddress(f"{host}:{port}", 0, 2)
     try:
-        yield meeting.connection(_SERVE_S)
+        meeting.all_gather(b"", _SERVE_S)
+        yield meeting
     finally:
         meeting.close()
 
 
 @contextlib.contextmanager
-def dialled(address: str | None) -> Iterator[socket.socket]:
-    """Yield the connection to a server. Raises: weft.Error for a wrong address or secret, PeerLost."""
+def dialled(address: str | None) -> Iterator[tuple[Bootstrap, str]]:
+    """Yield the two ranks, and this side's address as a server knows it.
+
+    Raises: weft.Error for what is no address or not its secret, PeerLost.
+    """
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise invalid("address", address or "nothing", "HOST:PORT that the server printed")
     try:  # TcpAddress would wait for a server that comes later
-        socket.create_connection((host, int(port)), _DIAL_S).close()
+        with socket.create_connection((host, int(port)), _DIAL_S) as probe:
+            own = str(probe.getsockname()[0]) if probe.family == socket.AF_INET else "127.0.0.1"
     except OSError as error:
         raise PeerLost(f"bench transfer: no server answers at {address}: {error}") from None
     meeting = TcpAddress(f"{host}:{port}", 1, 2)
     try:
-        yield meeting.connection(_DIAL_S)
+        meeting.all_gather(b"", _DIAL_S)
+        yield meeting, own
     finally:
         meeting.close()

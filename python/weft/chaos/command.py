@@ -25,7 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import weft
 from weft import _core
 from weft.chaos.adversary import KINDS, SHIFT_LIBRARY, TRANSPORTS, offers, why_not
-from weft.chaos.judge import VERDICTS
+from weft.chaos.attacker import Attacker
+from weft.chaos.judge import LET_IN, VERDICTS
 from weft.chaos.operations import ENGINE, MAPPED, PORTS
 from weft.chaos.rounds import Result, draw_round, run_round
 from weft.errors import Error, invalid
@@ -44,6 +45,7 @@ go of all that they made, nothing may be left: descriptors, windows, threads, me
   weft chaos --minutes 5                                  every transport by turns
   weft chaos --minutes 60 --transport fabric:tcp --json FILE
   weft chaos --seed 7 --round 12 --transport mapped       one round again, with the same calls and the same fault
+  weft chaos --attacker build/dev/weft_attacker           a stranger beside the ranks, who attacks all their doors
   weft chaos --list                                       the faults, and where each can be had here
 
 When exactly a fault strikes is up to the system's scheduler, so a round may need some repeats.
@@ -62,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", action="append", choices=TRANSPORTS, help="these alone; may be given several times"
     )
     parser.add_argument("--fault", choices=sorted(KINDS), help="this one in every round that can have it")
+    parser.add_argument(
+        "--attacker",
+        type=Path,
+        metavar="PROGRAM",
+        help="weft_attacker of the C++ tests: a stranger who attacks the doors of all ranks meanwhile",
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and where they can be had")
     parser.add_argument(
         "--json",
@@ -86,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     owned = OwnedFolder(_FOLDER)
     tempfile.tempdir = os.environ["TMPDIR"] = str(owned.path)
     try:
-        return _run_rounds(args, owned.path)
+        if args.attacker is None or args.list:
+            return _run_rounds(args, owned.path, None)
+        with Attacker(args.attacker) as attacker:
+            return _run_rounds(args, owned.path, attacker)
     finally:
         owned.remove()
 
@@ -99,6 +110,7 @@ class Account:
     calls: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
+    descriptors: Counter[str] = field(default_factory=Counter)
     slowest_found_s: float = 0.0
     seconds: float = 0.0
 
@@ -108,6 +120,7 @@ class Account:
         self.calls += result.calls
         if result.struck:
             self.faults[result.drawn.fault.kind] += 1
+        self.descriptors.update(result.descriptors)
         self.wrong.update(problem.kind for problem in result.problems)
         self.slowest_found_s = max(self.slowest_found_s, result.found_s)
         self.seconds += seconds
@@ -120,11 +133,13 @@ class Account:
             "calls": self.calls,
             "faults": dict(self.faults),
             **{verdict.replace(" ", "_"): self.wrong[verdict] for verdict in VERDICTS},
+            "descriptors_before": self.descriptors["before"],
+            "descriptors_after": self.descriptors["after"],
             "slowest_found_s": round(self.slowest_found_s, 3),
         }
 
 
-def _run_rounds(args: argparse.Namespace, folder: Path) -> int:
+def _run_rounds(args: argparse.Namespace, folder: Path, attacker: Attacker | None) -> int:
     missing = offers(folder)
     transports = _usable(args.transport or list(TRANSPORTS))
     console = make_console(args.wide)
@@ -155,16 +170,24 @@ def _run_rounds(args: argparse.Namespace, folder: Path) -> int:
                 bar.update(task, description=drawn.title())
                 bar.refresh()
                 began = time.monotonic()
-                result = run_round(drawn, folder)
+                result = run_round(drawn, folder, attacker)
                 accounts[transport].add(result, time.monotonic() - began)
                 bar.update(task, completed=60 * args.minutes - max(until - time.monotonic(), 0))
                 wrong += _report(console, result)
             if args.round is None and time.monotonic() > until:
                 break
     _print_accounts(console, accounts)
+    attacks = dict(attacker.counts) if attacker else {}
+    if attacks:
+        console.print("attacks: " + ", ".join(f"{count} {kind}" for kind, count in attacks.items()))
+    if attacks.get("let_in"):
+        text = f"the stranger was let in {attacks['let_in']} times"
+        wrong.append(
+            {"round": "any", "kind": LET_IN, "text": text, "again": shlex.join(["weft", *sys.argv[1:]])}
+        )
     print_wrong(console, wrong)
     if args.json:
-        _write(args.json, seed, accounts, missing, wrong)
+        _write(args.json, seed, accounts, missing, wrong, attacks)
     return 1 if wrong else 0
 
 
@@ -221,6 +244,11 @@ def _print_accounts(console: Any, accounts: dict[str, Account]) -> None:
     slowest = (f"{account.slowest_found_s:.2f}" for account in accounts.values())
     faults.add("slowest s from a death to the last who names it", *slowest)
     faults.print(console)
+    for name, account in accounts.items():
+        before, after = account.descriptors["before"], account.descriptors["after"]
+        console.print(
+            f"{name}: {before} descriptors open before ranks made anything, {after} once they had let go"
+        )
 
 
 def print_wrong(console: Any, wrong: list[dict[str, Any]]) -> None:
@@ -250,7 +278,12 @@ def _print_faults(console: Any, transports: list[str], missing: dict[str, str]) 
 
 
 def _write(
-    path: Path, seed: int, accounts: dict[str, Account], missing: dict[str, str], wrong: list[dict[str, Any]]
+    path: Path,
+    seed: int,
+    accounts: dict[str, Account],
+    missing: dict[str, str],
+    wrong: list[dict[str, Any]],
+    attacks: dict[str, int],
 ) -> None:
     with shared_record(path) as record:
         before = record.before
@@ -270,6 +303,7 @@ def _write(
             "seeds": [*before.get("seeds", []), seed],
             "not_offered": missing,
             "transports": transports,
+            "attacks": dict(Counter(before.get("attacks", {})) + Counter(attacks)),
             "problems": [*before.get("problems", []), *wrong],
         }
 

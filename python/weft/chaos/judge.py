@@ -27,6 +27,7 @@ WRONG_RESULT, HANG, WRONG_BLAME, WRONG_ERROR, LATE, LEAK = VERDICTS = (
     "late",
     "leak",
 )
+LET_IN = "let in"  # of a stranger
 # What a refusal must say.
 _SAYS = {"disks": re.compile(r"No space left"), "no rights": re.compile(r"not permitted|denied")}
 _HEAP_KIB = 64 << 10  # for each rank of the process: what torch and Python keep
@@ -47,6 +48,15 @@ class Outcome:
     message: str = ""
     found_s: float = 0.0  # from the strike, or the beginning of the call, to the error
     leaks: list[str] = field(default_factory=list)
+    descriptors: tuple[int, int] = (
+        0,
+        0,
+    )  # of /proc/self/fd, before it made anything and after it let go of all
+
+    def look_back(self, before: Footprint, ranks: int) -> None:
+        """Note what this process, which was so many ranks, still holds."""
+        now, self.leaks = before.leaks(ranks)
+        self.descriptors = before.descriptors.total(), now.descriptors.total()
 
 
 @dataclass(frozen=True)
@@ -159,16 +169,16 @@ class Footprint:
             _core.gpus()
         return cls.now()
 
-    def leaks(self, ranks: int) -> list[str]:
-        """Return what the process holds now that this one did not, as sentences; so many ranks were in it.
+    def leaks(self, ranks: int) -> tuple[Footprint, list[str]]:
+        """Return what the process holds now, and as sentences what this one did not; so many ranks were in it.
 
         The meeting of the ranks, in rank 0, ends after the last of them has left. So a difference counts only when it
         lasts.
         """
         until = time.monotonic() + _LET_GO_S
-        while (leaks := Footprint.now()._more_than(self, ranks)) and time.monotonic() < until:
+        while (leaks := (now := Footprint.now())._more_than(self, ranks)) and time.monotonic() < until:
             time.sleep(0.2)
-        return leaks
+        return now, leaks
 
     def _more_than(self, before: Footprint, ranks: int) -> list[str]:
         leaks = [f"{count} x {what}" for what, count in (self.descriptors - before.descriptors).items()]

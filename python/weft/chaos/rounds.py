@@ -14,8 +14,9 @@ import shutil
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from weft.chaos.adversary import (
     suffer,
     why_not,
 )
+from weft.chaos.attacker import Attacker, spare_others
 from weft.chaos.judge import Footprint, Outcome, Problem
 from weft.chaos.operations import ENGINE, MAPPED, OPERATIONS, PORTS, Place, compile_kernel
 from weft.errors import Error, PeerLost
@@ -70,6 +72,7 @@ class Result:
     """What happened.
 
     found_s: from a death to the error of the last rank that missed it.
+    descriptors: that ranks had open before they made anything and after they let go of all ("before", "after").
     said: what the ranks of a wrong round wrote to standard error.
     """
 
@@ -78,6 +81,7 @@ class Result:
     calls: int = 0
     struck: bool = False
     found_s: float = 0.0
+    descriptors: Counter[str] = field(default_factory=Counter)
     said: list[str] = field(default_factory=list)
 
 
@@ -102,8 +106,8 @@ def draw_round(
     return Round(seed, number, transport, ranks, ranks_per_node, needs, tuple(calls), fault)
 
 
-def run_round(drawn: Round, folder: Path) -> Result:
-    """Run a round on ranks that live as long as it does; judge it."""
+def run_round(drawn: Round, folder: Path, attacker: Attacker | None = None) -> Result:
+    """Run a round on ranks that live as long as it does, with a stranger at their doors if one is given; judge it."""
     folder = folder / f"round-{drawn.transport.replace(':', '-')}-{drawn.number}"
     folder.mkdir()
     board, result = Board(drawn.ranks), Result(drawn)
@@ -124,7 +128,8 @@ def run_round(drawn: Round, folder: Path) -> Result:
         adversary = Adversary(fault, board, pids[0 if is_threads else fault.victim])
         adversary.start()
         try:
-            found = pool.results(lost)
+            with attacker.at(pids, folder) if attacker else nullcontext():
+                found = pool.results(lost)
             outcomes = found[0] if is_threads else [one for one in found if one is not None]
         except RankError as error:
             kind = judge.HANG if "no answer; it was at" in str(error) else judge.WRONG_ERROR
@@ -133,6 +138,9 @@ def run_round(drawn: Round, folder: Path) -> Result:
             adversary.stop()
     result.struck = board.struck_at > 0
     result.calls = sum(outcome.calls for outcome in outcomes)
+    result.descriptors.update(
+        before=sum(o.descriptors[0] for o in outcomes), after=sum(o.descriptors[1] for o in outcomes)
+    )
     result.found_s = max((o.found_s for o in outcomes if fault.is_deadly and o.ended != "done"), default=0.0)
     result.problems += judge.judge(fault, {outcome.rank: outcome for outcome in outcomes})
     result.problems += [Problem(judge.LEAK, f"left: {path}") for path in _left(drawn, pids, older)]
@@ -194,9 +202,10 @@ def take_part(rank: Rank, drawn: Round, board: Board, folder: Path) -> Outcome:
     """Be one rank, in a process of its own; raise nothing."""
     _write_to(folder / f"stderr-{rank.rank}")
     before = Footprint.first()
+    spare_others(folder)
     outcome = make_calls(drawn, board, folder, rank.rank, lambda: rank.group)
     if drawn.fault.kind != "no rights":  # who has lost root's rights may not look
-        outcome.leaks = before.leaks(1)
+        outcome.look_back(before, 1)
     return outcome
 
 
@@ -204,6 +213,7 @@ def run_threads(rank: Rank, drawn: Round, board: Board, folder: Path) -> list[Ou
     """Be all ranks, as threads of one process: for the network that is inside one."""
     _write_to(folder / "stderr-0")
     before = Footprint.first()
+    spare_others(folder)
     meeting = _Meeting(drawn.ranks)
     outcomes: list[Outcome] = [Outcome(number) for number in range(drawn.ranks)]
 
@@ -215,7 +225,7 @@ def run_threads(rank: Rank, drawn: Round, board: Board, folder: Path) -> list[Ou
         thread.start()
     for thread in threads:
         thread.join()
-    outcomes[0].leaks = before.leaks(drawn.ranks)
+    outcomes[0].look_back(before, drawn.ranks)
     return outcomes
 
 

@@ -70,7 +70,9 @@ class Selector:
         self.machine: Machine = dataclasses.replace(MACHINES[machine], per_node=per_node)
         self._rows = [] if per_node else read_table(_TABLES / f"{machine}.json", "")
         if folder is not None:
-            self._rows = read_table(folder / table_name(machine, key, ranks), key) or self._rows
+            self._rows = (
+                read_table(folder / table_name(machine, key, ranks), key, is_private=True) or self._rows
+            )
         files = read_algorithms(algorithm_dir, ranks, tells)
         self._files = [file for file in files if not (every_size and run_limit(file))]
         self._logged: set[tuple[str, int]] = set()

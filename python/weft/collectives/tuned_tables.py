@@ -12,13 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from weft import _core
 from weft.collectives.library import entries
 from weft.collectives.variants import MODES, PROGRAM, Variant
+from weft.errors import Error
 from weft.runtime.files import write_file
 
 log = logging.getLogger("weft.collectives")
 
 TABLE_VERSION = 1
+_MOST_BYTES = 64 << 20
 
 
 def table_name(machine: str, key: str, ranks: int) -> str:
@@ -27,30 +30,44 @@ def table_name(machine: str, key: str, ranks: int) -> str:
     return f"collectives-{machine}-{safe}-{ranks}.json"
 
 
-def read_table(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return a table's rows: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
-    return [row for _, row in _read_rows(path, key)]
+def read_table(path: Path, key: str, is_private: bool = False) -> list[dict[str, Any]]:
+    """Return a table's rows: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log.
+
+    Args: is_private: one that somebody else may have written is bad, too.
+    """
+    return [row for _, row in _read_rows(path, key, is_private)]
 
 
 def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -> list[dict[str, Any]]:
     """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
     without = {(collective, ranks) for collective in collectives}
     return [
-        written for written, row in _read_rows(path, key) if (row["collective"], row["ranks"]) not in without
+        written
+        for written, row in _read_rows(path, key, is_private=False)
+        if (row["collective"], row["ranks"]) not in without
     ]
 
 
-def _read_rows(path: Path, key: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _read_rows(path: Path, key: str, is_private: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the rows of a table, as they are written and as they are used."""
     if not path.is_file():
         return []
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(_core.read_private(str(path), _MOST_BYTES) if is_private else path.read_text())
         if document["version"] != TABLE_VERSION or (key and document["key"] != key):
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [(row, _row(row)) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        Error,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 

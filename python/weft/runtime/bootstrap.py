@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
+from weft import _core
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.bootstrap_secret import launcher_secret, settle_job_secret
-from weft.runtime.bootstrap_tcp import TcpAddress, lost_message
 from weft.runtime.forks import claim
-from weft.runtime.roll_call import Gathering, RollCall
+from weft.runtime.roll_call import Gathering, RollCall, lost_message
 
 __all__ = ["Bootstrap", "Environment", "Mpi", "SingleRank", "TcpAddress", "TorchGroup", "find_bootstrap"]
 
@@ -272,6 +272,41 @@ def first_host(nodes: str) -> str:
     """Return the first of Slurm's list of hosts: node03 of "node[03-17,21],other7"."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else nodes
+
+
+class TcpAddress:
+    """``size`` ranks that meet at ``address``, "host:port" of the machine that rank 0 runs on.
+
+    Args:
+        address: where rank 0 listens, reachable from every rank; IPv6 hosts in brackets.
+        rank, size: this process, and how many there are.
+        secret: the same bytes on every rank; None takes ``WEFT_JOB_SECRET``. Empty, or None without that setting,
+            trusts whoever can reach the address.
+    Both ends prove that they know the secret; it is never sent. What they say is encrypted with ``WEFT_TLS=1``.
+    Connects at the first all_gather. Ranks may start in any order: whoever finds nobody listening tries again until
+    the deadline, as rank 0 may only be starting. After an error it is closed. Raises: Error with the argument's name.
+    """
+
+    def __init__(self, address: str, rank: int, size: int, secret: bytes | None = None) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise invalid("address", f"'{address}'", "host:port with a port from 1 to 65535")
+        if size < 1 or not 0 <= rank < size:
+            raise invalid("rank and size", f"{rank} and {size}", "0 <= rank < size")
+        self.rank, self.size = rank, size
+        if secret is None:
+            settle_job_secret()
+            secret = _core.config().job_secret.encode()
+        self._core = _core.bootstrap_at(host.strip("[]"), int(port), rank, size, secret)
+
+    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        """See Bootstrap.all_gather."""
+        everyone: list[bytes] = self._core.all_gather(data, timeout_s)
+        return everyone
+
+    def close(self) -> None:
+        """Close every connection; idempotent."""
+        self._core.close()
 
 
 class Mpi:

@@ -61,8 +61,8 @@ def listeners() -> list[Listener]:
     found = []
     for one in look():
         with suppress(OSError):  # it has ended
-            sockets = _sockets(Path("/proc") / str(one.pid))
-            for inode, address, port in _listening(Path("/proc") / str(one.pid)):
+            sockets = socket_inodes(Path("/proc") / str(one.pid))
+            for inode, address, port in open_ports(Path("/proc") / str(one.pid)):
                 if inode in sockets:
                     facts = (interfaces.get(str(address), ""), bool(one.counted["has_secret"]))
                     found.append(Listener(one.pid, one.command, address, port, *facts))
@@ -81,8 +81,8 @@ def warn_of_open_engine(provider: str) -> None:
     process, where = Path("/proc/self"), "its NIC"
     if provider == "fabric:tcp":
         with suppress(OSError):
-            sockets = _sockets(process)
-            found = [one for one in _listening(process) if one[0] in sockets and not one[1].is_loopback]
+            sockets = socket_inodes(process)
+            found = [one for one in open_ports(process) if one[0] in sockets and not one[1].is_loopback]
             if not found:
                 return
             where = ", ".join(f"{address}:{port}" for _, address, port in found)
@@ -94,7 +94,8 @@ def warn_of_open_engine(provider: str) -> None:
     )
 
 
-def _sockets(process: Path) -> set[str]:
+def socket_inodes(process: Path) -> set[str]:
+    """Return the inodes of the sockets that a process has, by its folder in /proc. Raises: OSError once it ended."""
     found = set()
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):
@@ -103,7 +104,7 @@ def _sockets(process: Path) -> set[str]:
     return found
 
 
-def _listening(process: Path) -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+def open_ports(process: Path) -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
     """Yield (inode, address, port) of every listening TCP socket of a process's network."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), open(process / "net" / table) as file:
@@ -133,4 +134,4 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             yield str(ipaddress.ip_address(bytes.fromhex(digits))), name
 
 
-__all__ = ["Listener", "listeners", "warn_of_open_engine"]
+__all__ = ["Listener", "listeners", "open_ports", "socket_inodes", "warn_of_open_engine"]

@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 
 from weft import _core
 from weft.errors import Error, PeerLost
-from weft.runtime.bootstrap_tcp import lost_message
 
 _LOOK_EVERY_S = 0.25
 _LAST_WORDS_S = 0.5  # what a rank gave just before it ended may still be on its way
@@ -50,6 +49,12 @@ _Found = TypeVar("_Found")
 
 class _StoreIsSilentError(Exception):
     """The store of a process group has not answered in time."""
+
+
+def lost_message(rank: int, timeout_s: float, missing: list[int]) -> str:
+    """Return the sentence for ranks that stayed away past the deadline."""
+    names = ", ".join(f"rank {peer}" for peer in missing)
+    return f"rank {rank}, bootstrap.all_gather, waited {timeout_s:.3g} s for {names}"
 
 
 class RollCall:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what was measured: which variant serves a collective up to which size. `weft tune` writes them.
 
-Bad and missing tables are never fatal: each is named in one line of the log, and has no rows.
+Bad and missing tables are never fatal: each is named in one line of the log, and has no rows. The core is loaded when a
+table is read: tools/compile_book.py imports this module before there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from weft import _core
+import weft
 from weft.collectives.library import entries
 from weft.collectives.variants import MODES, PROGRAM, Variant
 from weft.errors import Error
@@ -53,7 +54,9 @@ def _read_rows(path: Path, key: str, is_private: bool) -> list[tuple[dict[str, A
     if not path.is_file():
         return []
     try:
-        document = json.loads(_core.read_private(str(path), _MOST_BYTES) if is_private else path.read_text())
+        document = json.loads(
+            weft._core.read_private(str(path), _MOST_BYTES) if is_private else path.read_text()
+        )
         if document["version"] != TABLE_VERSION or (key and document["key"] != key):
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []

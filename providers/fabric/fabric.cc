@@ -451,10 +451,13 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new =
-          kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
-      for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
-      if (is_new) nics.push_back(std::move(nic));
+      if (!nic.usable() && kind_ == "tcp") continue;
+      const auto known =
+          std::find_if(nics.begin(), nics.end(), [&](const Nic& n) { return n.name == nic.name; });
+      if (known == nics.end())
+        nics.push_back(std::move(nic));
+      else if (!known->usable())
+        *known = std::move(nic);
     }
     return nics;
   }
@@ -464,7 +467,7 @@ class Fabric : public Provider {
     if (kind_ == "shm") remove_regions_of_the_dead();
     WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
     for (fi::Info* info = found.first(); info; info = info->next) {
-      if (nic_name(*info) != nic.name) continue;
+      if (nic_name(*info, kind_) != nic.name || !why_unfit(*info, kind_).empty()) continue;
       auto rail =
           std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm", options.secret);
       WEFT_TRY(rail->open(*info));

@@ -14,6 +14,7 @@
 #include "base/random.h"
 #include "base/same_host.h"
 #include "providers/fabric/address.h"
+#include "providers/fabric/kept_keys.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/listener_guard.h"
 #include "providers/fabric/nic.h"
@@ -64,7 +65,13 @@ class FabricRail : public Rail {
     WEFT_TRY(step("binding addresses", ep_->fid.ops->bind(&ep_->fid, &av_->fid, 0)));
     WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, fi::kSend | fi::kRecv)));
     if (nic_.provider == "fabric:efa") forbid_detours();
-    WEFT_TRY(step("fi_enable", ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr)));
+    const int enabled = ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr);
+    WEFT_TRY(
+        step(enabled == -EINVAL && nic_.provider == "fabric:verbs"
+                 ? "fi_enable (FI_UNIVERSE_SIZE=16 makes completion queues shorter than the device's limit)"
+                 : "fi_enable",
+             enabled));
+    if (mr_mode_ & fi::kMrProvKey) WEFT_TRY(check_keys_end());
     char bytes[512];
     size_t count = sizeof bytes;
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
@@ -261,6 +268,20 @@ class FabricRail : public Rail {
     size_t pages = 0;  // the page stream there
     bool is_used = true;
   };
+
+  Status check_keys_end() {
+    WEFT_TRY_ASSIGN(
+        const bool are_kept,
+        fi::keeps_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
+                       [&](Registration& registration) { release(registration); }));
+    if (!are_kept) return {};
+    return logged(Status::make(
+        Code::kUnsupported,
+        "fabric: {}: memory that is given back stays within peers' reach, as libfabric's cache of "
+        "registrations is on; "
+        "FI_MR_CACHE_MAX_COUNT=0 (efa: FI_EFA_MR_CACHE_ENABLE=0) before the program starts turns it off",
+        nic_.name));
+  }
 
   // libfabric does not learn of it.
   Result<Registration> lend(const Range& range, uint32_t access) {

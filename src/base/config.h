@@ -166,6 +166,19 @@ std::vector<ForeignVariable> take_uccl_variables();
 // "WEFT_NAME=value" of each option that ranks must share, a line each, in the table's order.
 std::string shared_settings();
 
+// Gives another library's variable a value while that library reads it; one that the user has set stays. Not while other
+// threads read the environment.
+class VariableWhile {
+ public:
+  VariableWhile(const char* name, const std::string& value);
+  ~VariableWhile();
+  VariableWhile(const VariableWhile&) = delete;
+
+ private:
+  const char* name_;
+  bool is_ours_;
+};
+
 // A path with a leading ~/ replaced by the home folder (HOME, else the user database).
 std::string expand_home(std::string_view path);
 

@@ -9,7 +9,7 @@ import pytest
 from guests import Guest
 from test_outages import SECONDS, start
 
-AS_NOBODY = "setpriv --reuid nobody --clear-groups"
+LOCKS_NO_MORE = "setpriv --bounding-set=-ipc_lock,-sys_resource env"
 OPEN = 'from weft.transfer import TransferEngine; TransferEngine("{}")'
 PLACES = """
 from weft.transfer import nics
@@ -56,11 +56,9 @@ def test_a_device_without_a_routable_address_is_called_so_by_both_providers(
 
 
 def test_a_limit_of_locked_memory_is_named(guests: list[Guest], python: str) -> None:
-    said = (
-        guests[0]
-        .start(f"ulimit -l 64; {AS_NOBODY} env {python} -c '{OPEN.format('verbs')}'")
-        .wait_status(SECONDS)[1]
-    )
+    job = guests[0].start(f"ulimit -l 64; {LOCKS_NO_MORE} {python} -c '{OPEN.format('verbs')}'")
+    _, said = job.wait_status(SECONDS)
+
     assert "ibv_reg_mr on rxe0 (ulimit -l: 64 KiB of locked memory): Cannot allocate memory" in said, said
 
 

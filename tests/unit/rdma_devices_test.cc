@@ -97,7 +97,9 @@ TEST_F(Machine, RanksTakeTheNearestNicsByTurns) {
   const std::vector<provider::Nic> all = {nic_at("far", "0000:81:00.0", 1, 400),
                                           nic_at("node", "0000:14:00.0", 0, 400),
                                           nic_at("switch", "0000:13:00.0", 0, 200)};
-  const auto chosen = [&](const proxy::Seat& seat) { return proxy::nearest_nic(all, seat, sysfs).name; };
+  const auto chosen = [&](const proxy::RankPlace& rank_place) {
+    return proxy::nearest_nic(all, rank_place, sysfs).name;
+  };
   EXPECT_EQ(chosen({{"0000:12:00.0", 0}, 0}), "switch");
   EXPECT_EQ(chosen({{"0000:12:00.0", 0}, 1}), "switch");
   EXPECT_EQ(chosen({{"", 1}, 0}), "far");

@@ -189,12 +189,12 @@ class ProxyLink : public Link {
         timeout_s_(group.timeout_s),
         peers_(group.peers) {}
 
-  static Seat seat_of(const Group& group) {
+  static RankPlace place_of_rank(const Group& group) {
     const RankFacts& self = (*group.facts)[static_cast<size_t>(group.rank)];
-    Seat seat{{self.gpu, self.numa_node}, 0};
+    RankPlace here{{self.gpu, self.numa_node}, 0};
     for (int rank = 0; rank < group.rank; ++rank)
-      seat.index += (*group.facts)[static_cast<size_t>(rank)].host == self.host;
-    return seat;
+      here.index += (*group.facts)[static_cast<size_t>(rank)].host == self.host;
+    return here;
   }
 
   Deadline farewell() const { return Deadline::after_s(std::min(kFarewell_s, timeout_s_)); }
@@ -205,7 +205,7 @@ class ProxyLink : public Link {
     if (ranks_ > static_cast<int>(kPeersMax))
       return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
     WEFT_TRY_ASSIGN(const Network network,
-                    choose_network(config().proxy_provider, config().proxy_nics, seat_of(group)));
+                    choose_network(config().proxy_provider, config().proxy_nics, place_of_rank(group)));
     transfer::Options options;
     options.provider = network.provider;
     options.nics = network.nics;

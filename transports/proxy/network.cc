@@ -40,28 +40,28 @@ const Pace& pace_of(std::string_view nic_name) {
   return *std::ranges::find_if(paces(), [&](const Pace& pace) { return nic_name.starts_with(pace.family); });
 }
 
-const provider::Nic& nearest_nic(const std::vector<provider::Nic>& usable, const Seat& seat,
+const provider::Nic& nearest_nic(const std::vector<provider::Nic>& usable, const RankPlace& rank,
                                  const std::string& sysfs) {
   std::vector<const provider::Nic*> best;
-  std::pair<Nearness, double> rank_of_best{Nearness::kFar, 0};
+  std::pair<Nearness, double> grade_of_best{Nearness::kFar, 0};
   for (const provider::Nic& nic : usable) {
     if (usable[0].pci.empty()) return usable[0];
     if (nic.pci.empty()) continue;
-    Nearness near = nearness(seat.place, {nic.pci, nic.numa_node}, sysfs);
-    if (seat.place.pci.empty() && seat.place.numa_node >= 0 && seat.place.numa_node == nic.numa_node)
+    Nearness near = nearness(rank.place, {nic.pci, nic.numa_node}, sysfs);
+    if (rank.place.pci.empty() && rank.place.numa_node >= 0 && rank.place.numa_node == nic.numa_node)
       near = Nearness::kSameNode;
-    const std::pair<Nearness, double> rank{near, -nic.gbit_per_s};
-    if (best.empty() || rank < rank_of_best) best.clear(), rank_of_best = rank;
-    if (rank == rank_of_best) best.push_back(&nic);
+    const std::pair<Nearness, double> grade{near, -nic.gbit_per_s};
+    if (best.empty() || grade < grade_of_best) best.clear(), grade_of_best = grade;
+    if (grade == grade_of_best) best.push_back(&nic);
   }
-  return *best[seat.index % best.size()];
+  return *best[rank.index % best.size()];
 }
 
-Result<Network> choose_network(const std::string& wanted, const std::string& nics, const Seat& seat) {
+Result<Network> choose_network(const std::string& wanted, const std::string& nics, const RankPlace& rank) {
   WEFT_TRY_ASSIGN(std::shared_ptr<provider::Provider> found, provider::find_provider(wanted));
   Network network{std::move(found), {}, paces().back(), {}, {}};
   const std::vector<std::string> lists = split(nics, ';');
-  const std::vector<std::string> names = lists.empty() ? lists : split(lists[seat.index % lists.size()], ',');
+  const std::vector<std::string> names = lists.empty() ? lists : split(lists[rank.index % lists.size()], ',');
   std::vector<provider::Nic> usable;
   std::string known;
   for (const provider::Nic& nic : network.provider->probe()) {
@@ -75,7 +75,7 @@ Result<Network> choose_network(const std::string& wanted, const std::string& nic
                         network.provider->name(), nics, known);
   network.why_provider = wanted == "auto" ? "the first that is usable" : "WEFT_PROXY_PROVIDER";
   network.why_nics = !names.empty() ? "WEFT_PROXY_NICS" : "the only one that is usable";
-  if (names.empty()) network.nics.push_back(nearest_nic(usable, seat));
+  if (names.empty()) network.nics.push_back(nearest_nic(usable, rank));
   if (names.empty() && usable.size() > 1) {
     network.why_nics = network.nics[0].pci.empty() ? "the first that is usable; also there:"
                                                    : "the nearest that is usable, by turns; also there:";

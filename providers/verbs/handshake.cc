@@ -142,7 +142,6 @@ bool VerbsRail::join(Link& link, const Handshake& handshake) {
   link.their_qpn = handshake.qpn;
   link.their_number = handshake.number;
   link.their_nonce = handshake.nonce;
-  link.their_session = handshake.session;
   return confirm(link, handshake.received);
 }
 
@@ -167,7 +166,6 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
   handshake.psn = link.psn;
   handshake.number = link.number;
   handshake.heard_qpn = link.their_qpn;
-  handshake.session = link.session;
   handshake.above = link.their_over;
   handshake.received = link.received;
   handshake.nonce = link.nonce;
@@ -243,7 +241,7 @@ Link* VerbsRail::link_for(const Handshake& handshake) {
   Link* const known = live_link(handshake.from);
   if (handshake.is_answer && (!known || !has_heard(handshake, *known))) return nullptr;
   if (known && handshake.number < known->their_number) return nullptr;
-  const bool is_other = known && known->their_session && known->their_session != handshake.session;
+  const bool is_other = known && known->their_nonce != Nonce{} && known->their_nonce != handshake.nonce;
   const bool has_joined = known && known->their_qpn;
   if (is_other && (known->state > LinkState::kUp || known->next_number || known->received)) {
     break_link(*known, "the peer has made its connection anew");  // the engine hears of it by their hello

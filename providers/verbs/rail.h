@@ -63,14 +63,13 @@ struct Handshake {
   uint32_t psn = 0;
   uint32_t number = 0;     // of the sender's connection: a later one has a higher number
   uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
-  uint64_t session = 0;    // of the sender's link
   uint32_t above = 0;      // the receiver's connections up to this number are over
   uint32_t received = 0;   // messages and immediates over all earlier connections of the link
   Nonce nonce{};           // of the sender's link,
   Nonce heard_nonce{};     // and of the link that it has heard; an answer without it is of another time
   Proof proof{};
 };
-static_assert(sizeof(Handshake) == 88 + 2 * sizeof(Nonce) + sizeof(Proof));
+static_assert(sizeof(Handshake) == 80 + 2 * sizeof(Nonce) + sizeof(Proof));
 
 // kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent. kDraining: the connection is
 // over, and what it has received is still being taken in. kBroken: the link is over, for good.
@@ -101,12 +100,10 @@ struct Link {
   ib::Qp* qp = nullptr;  // null while draining, at its end
   uint32_t qp_gone = 0;  // ... and this is then its number
   ib::Ah* ah = nullptr;
-  uint64_t session =
-      random_key();            // the two of them name the link: another link to the same place has others
-  uint64_t their_session = 0;  // 0: not heard yet
   uint32_t psn = 0;
   uint32_t number = 0;
-  Nonce nonce{}, their_nonce{};
+  Nonce nonce{};        // the two of them name the link: another link to the same place has others
+  Nonce their_nonce{};  // zeros: not heard yet
   uint32_t their_qpn = 0;  // 0: joined to none yet
   uint32_t their_number = 0;
   uint32_t their_over = 0;  // their connections up to this number are over

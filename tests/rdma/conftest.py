@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from guests import Cluster, Guest, Image
 
+# What a test may have left behind.
+MENDED = "for card in net0 net1; do tc qdisc del dev $card root 2>/dev/null; ip link set $card up mtu 9000; done; busybox killall -q -9 owner writer; true"
 REASON = "two guests with software RoCE: make test-rdma runs these"
 
 
@@ -49,9 +51,9 @@ def guests(cluster: Cluster) -> list[Guest]:
     for guest in cluster.guests:
         if not guest.is_up():
             cluster.again(guest.number)
-    for guest in cluster.guests:
-        for card in (0, 1):
-            guest.run(f"tc qdisc del dev net{card} root 2>/dev/null; ip link set net{card} up mtu 9000")
+    jobs = [guest.start(MENDED) for guest in cluster.guests]
+    for job in jobs:
+        job.wait(60)
     return cluster.guests
 
 
@@ -59,9 +61,3 @@ def guests(cluster: Cluster) -> list[Guest]:
 def python() -> str:
     """Return the line that starts this Python, with this Weft, in a guest."""
     return f"PYTHONPATH={os.pathsep.join(path for path in sys.path if path)} {sys.executable}"
-
-
-@pytest.fixture(scope="session")
-def traffic(python: str) -> str:
-    """Return the line that starts traffic.py in a guest."""
-    return f"{python} {Path(__file__).with_name('traffic.py')}"

@@ -6,6 +6,7 @@
         server = one.start("python server.py")       # a Job that goes on beside this
         two.run("python client.py 10.9.0.1")
         server.wait(60)
+        one.fork("traffic", "owner verbs").wait(60)  # traffic.main() in a process that has imported it: see warm.py
 
 No KVM is needed: QEMU translates. A guest's root is the host's, read-only, so paths are the same on both sides. Card c
 of guest g is net<c> with 10.9.<c>.<g> and RDMA device rxe<c>. Nothing outlives a Cluster: guests end with this process,
@@ -21,6 +22,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ BOOT_SECONDS = 180.0
 PAUSE_SECONDS = 0.05  # between looks at a file
 MEMORY_MIB = 3072
 MTU_MAX = 9000
+NIC_SLOT = 0x10  # on the PCI bus, of the first card
 
 
 class GuestError(RuntimeError):
@@ -63,12 +66,12 @@ class Image:
 class Job:
     """A command that runs in a guest."""
 
-    def __init__(self, guest: Guest, command: str, name: str) -> None:
-        """Start it; see Guest.start()."""
+    def __init__(self, guest: Guest, command: str, name: str, suffix: str = ".cmd") -> None:
+        """Start it; see Guest.start() and Guest.fork()."""
         self.guest, self.command, self._at = guest, command, guest.folder / name
         new = self._at.with_suffix(".new")
         new.write_text(command + "\n")
-        new.rename(self._at.with_suffix(".cmd"))
+        new.rename(self._at.with_suffix(suffix))
 
     def output(self) -> str:
         """Return what it has said until now."""
@@ -121,6 +124,7 @@ class Guest:
     def __init__(self, image: Image, folder: Path, number: int, cards: int, mtu: int, cpus: int) -> None:
         """Boot it, without waiting until it is up."""
         self.number, self.folder, self._jobs = number, folder / f"guest{number}", 0
+        self._warm: dict[str, Job] = {}
         self.folder.mkdir()
         shutil.copy(HERE / "guest" / "agent", self.folder)
         log = (self.folder / "qemu.log").open("w")
@@ -152,7 +156,8 @@ class Guest:
             ends = f"local.path={cable}-{self.number},remote.type=unix,remote.path={cable}-{3 - self.number}"
             command += ["-netdev", f"dgram,id={name},local.type=unix,{ends}"]
             mac = f"52:54:00:09:{card:02}:{self.number:02}"
-            command += ["-device", f"virtio-net-pci,netdev={name},id=nic{card},mac={mac},host_mtu={MTU_MAX}"]
+            place = f"addr={NIC_SLOT + card:#x},mac={mac},host_mtu={MTU_MAX}"
+            command += ["-device", f"virtio-net-pci,netdev={name},id=nic{card},{place}"]
         return command
 
     def wait_up(self) -> None:
@@ -176,6 +181,20 @@ class Guest:
         """Start a command for bash, which goes on beside the caller."""
         self._jobs += 1
         return Job(self, command, f"job{self._jobs}")
+
+    def warm(self, program: str) -> None:
+        """Start the process whose forks run a program of this folder; it imports it while the caller goes on."""
+        if program not in self._warm:
+            search = os.pathsep.join(path for path in sys.path if path)
+            environment = f"PYTHONPATH={HERE}:{search} OMP_NUM_THREADS=1"
+            command = f"{environment} exec {sys.executable} {HERE}/warm.py /ctl/{program} {program}"
+            self._warm[program] = self.start(command)
+
+    def fork(self, program: str, arguments: str) -> Job:
+        """Run main() of a program of this folder, which goes on beside the caller."""
+        self.warm(program)
+        self._jobs += 1
+        return Job(self, arguments, f"{program}-{self._jobs}", ".fork")
 
     def run(self, command: str, seconds: float = 120) -> str:
         """Run a command, which must succeed, and return what it said."""

@@ -12,10 +12,12 @@ from traffic import LOST
 SECONDS = 240  # for a job to end: guests are slow
 
 
-def start(guests: list[Guest], traffic: str, provider: str, options: str) -> tuple[Job, Job]:
+def start(guests: list[Guest], provider: str, options: str) -> tuple[Job, Job]:
     """Start the owner in guest 1 and the writer in guest 2, and wait until blocks pass."""
-    owner = guests[0].start(f"{traffic} owner {provider} {options}")
-    writer = guests[1].start(f"{traffic} writer {provider} 10.9.0.1 {options}")
+    for guest in guests:
+        guest.warm("traffic")
+    owner = guests[0].fork("traffic", f"owner {provider} {options}")
+    writer = guests[1].fork("traffic", f"writer {provider} 10.9.0.1 {options}")
     writer.until("block 3 ", SECONDS)
     return owner, writer
 
@@ -27,25 +29,25 @@ def longest(said: str) -> float:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("provider", ["verbs", "fabric:verbs", "fabric:tcp"])
-def test_every_immediate_and_message_comes_once(guests: list[Guest], traffic: str, provider: str) -> None:
-    owner, writer = start(guests, traffic, provider, "--seconds 4")
+def test_every_immediate_and_message_comes_once(guests: list[Guest], provider: str) -> None:
+    owner, writer = start(guests, provider, "--seconds 4")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_outage_shorter_than_peer_dead_s_only_takes_longer(
-    guests: list[Guest], traffic: str, which: int
+    guests: list[Guest], which: int
 ) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 12 --dead 30")
+    owner, writer = start(guests, "verbs", "--seconds 12 --dead 30")
     guests[which].run("ip link set net0 down; sleep 3; ip link set net0 up")
     said = writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
     assert longest(said) > 2, said
 
 
-def test_a_cable_that_is_out_for_a_while_only_takes_longer(guests: list[Guest], traffic: str) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 12 --dead 30")
+def test_a_cable_that_is_out_for_a_while_only_takes_longer(guests: list[Guest]) -> None:
+    owner, writer = start(guests, "verbs", "--seconds 12 --dead 30")
     guests[1].monitor("set_link card0 off")
     time.sleep(3)
     guests[1].monitor("set_link card0 on")
@@ -54,9 +56,9 @@ def test_a_cable_that_is_out_for_a_while_only_takes_longer(guests: list[Guest], 
 
 
 def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(
-    guests: list[Guest], traffic: str
+    guests: list[Guest]
 ) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 60 --dead 4")
+    owner, writer = start(guests, "verbs", "--seconds 60 --dead 4")
     guests[1].run("ip link set net0 down")
     for job, name in ((owner, "writer"), (writer, "owner")):
         status, said = job.wait_status(SECONDS)
@@ -65,10 +67,10 @@ def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(
 
 @pytest.mark.parametrize("provider", ["verbs", "fabric:verbs"])
 def test_a_killed_owner_is_noticed_long_before_peer_dead_s(
-    guests: list[Guest], traffic: str, provider: str
+    guests: list[Guest], provider: str
 ) -> None:
-    _, writer = start(guests, traffic, provider, "--seconds 600 --dead 300 --timeout 500")
-    guests[0].run("pkill -9 -f '[t]raffic.py owner'")
+    _, writer = start(guests, provider, "--seconds 600 --dead 300 --timeout 500")
+    guests[0].run("busybox killall -9 owner")
     status, said = writer.wait_status(SECONDS)
     assert status == LOST and "peer 'owner' is lost: " in said, said
     assert "no sign of life" not in said
@@ -78,16 +80,16 @@ def test_a_killed_owner_is_noticed_long_before_peer_dead_s(
     "fault",
     ["loss 2%", "delay 20ms 10ms", "delay 10ms reorder 25% 50%", "duplicate 5%", "loss 5% delay 5ms 5ms"],
 )
-def test_a_bad_network_changes_nothing_but_the_time(guests: list[Guest], traffic: str, fault: str) -> None:
+def test_a_bad_network_changes_nothing_but_the_time(guests: list[Guest], fault: str) -> None:
     for guest in guests:
         guest.run(f"modprobe sch_netem; tc qdisc add dev net0 root netem {fault}")
-    owner, writer = start(guests, traffic, "verbs", "--seconds 5 --dead 60")
+    owner, writer = start(guests, "verbs", "--seconds 5 --dead 60")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
 
-def test_a_guest_that_is_paused_for_a_while_goes_on(guests: list[Guest], traffic: str) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 12 --dead 30")
+def test_a_guest_that_is_paused_for_a_while_goes_on(guests: list[Guest]) -> None:
+    owner, writer = start(guests, "verbs", "--seconds 12 --dead 30")
     guests[0].monitor("stop")
     time.sleep(4)
     guests[0].monitor("cont")
@@ -96,9 +98,9 @@ def test_a_guest_that_is_paused_for_a_while_goes_on(guests: list[Guest], traffic
 
 
 def test_a_guest_that_is_paused_too_long_is_lost_and_blames_nobody_else(
-    guests: list[Guest], traffic: str
+    guests: list[Guest]
 ) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 600 --dead 4")
+    owner, writer = start(guests, "verbs", "--seconds 600 --dead 4")
     guests[0].monitor("stop")
     status, said = writer.wait_status(SECONDS)
     guests[0].monitor("cont")
@@ -107,8 +109,8 @@ def test_a_guest_that_is_paused_too_long_is_lost_and_blames_nobody_else(
     assert status == LOST and "peer 'writer' is lost: " in said, said
 
 
-def test_a_machine_that_is_gone_is_lost_after_peer_dead_s(guests: list[Guest], traffic: str) -> None:
-    _, writer = start(guests, traffic, "verbs", "--seconds 600 --dead 4")
+def test_a_machine_that_is_gone_is_lost_after_peer_dead_s(guests: list[Guest]) -> None:
+    _, writer = start(guests, "verbs", "--seconds 600 --dead 4")
     guests[0].kill()
     status, said = writer.wait_status(SECONDS)
     assert status == LOST and "peer 'owner' is lost: no sign of life for 4 s" in said, said

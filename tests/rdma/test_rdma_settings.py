@@ -20,17 +20,15 @@ for provider in ("verbs", "fabric:verbs"):
 
 
 @pytest.mark.quick
-def test_links_of_different_mtu_meet(guests: list[Guest], traffic: str) -> None:
+def test_links_of_different_mtu_meet(guests: list[Guest]) -> None:
     guests[1].run("ip link set net0 mtu 1500")
-    owner, writer = start(guests, traffic, "verbs", "--seconds 2")
+    owner, writer = start(guests, "verbs", "--seconds 2")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
 
-def test_service_level_and_traffic_class_can_be_set(guests: list[Guest], traffic: str) -> None:
-    owner, writer = start(
-        guests, f"WEFT_SERVICE_LEVEL=5 WEFT_TRAFFIC_CLASS=96 {traffic}", "verbs", "--seconds 2"
-    )
+def test_service_level_and_traffic_class_can_be_set(guests: list[Guest]) -> None:
+    owner, writer = start(guests, "verbs", "--seconds 2 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
@@ -79,8 +77,8 @@ for port in ports:
 """
 
 
-def test_strangers_are_not_heard(guests: list[Guest], traffic: str, python: str) -> None:
-    owner, writer = start(guests, traffic, "verbs", "--seconds 8 --dead 60")
+def test_strangers_are_not_heard(guests: list[Guest], python: str) -> None:
+    owner, writer = start(guests, "verbs", "--seconds 8 --dead 60")
     listening = guests[0].run("ss -Hltn | awk '{print $4}' | sed 's/.*://' | sort -u")
     guests[1].run(f"{python} -c '{STRANGER}' {' '.join(listening.split())}")
     writer.wait(SECONDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from guests import ROOT, Guest, Job
+from guests import NIC_SLOT, ROOT, Guest, Job
 
 NEWER = ROOT / "build" / "mpich" / "lib" / "mpich" / "libfabric.so.1"
 # label of the backend, guest that runs it, libfabric
@@ -90,7 +90,7 @@ def test_a_guest_is_a_machine_of_its_own_with_two_nics(guests: list[Guest], pyth
     assert len(names) == 2
     said = guests[0].run(f"{python} -c '{NICS}'")
     assert said.splitlines() == [
-        f"{provider} rxe{card} 0000:00:0{card + 2}.0 2.5 usable"
+        f"{provider} rxe{card} 0000:00:{NIC_SLOT + card:02x}.0 2.5 usable"
         for provider in ("verbs", "fabric:verbs")
         for card in (0, 1)
     ]

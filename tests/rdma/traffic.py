@@ -13,6 +13,7 @@ ends with 0 if all was right, with 3 if it lost the other, which it then names.
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import socket
 import struct
@@ -147,7 +148,9 @@ def main() -> int:
     parser.add_argument("--dead", type=float, default=10, help="peer_dead_s")
     parser.add_argument("--timeout", type=float, default=90, help="timeout_s")
     parser.add_argument("--nics", default="")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable")
     options = parser.parse_args()
+    os.environ.update(pair.split("=", 1) for pair in options.set)
     side = Side(options)
     try:
         side.own() if options.role == "owner" else side.write()

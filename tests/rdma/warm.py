@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs of this folder in forks of a process that has imported them: in a guest an import takes seconds.
+
+    python warm.py /ctl/traffic traffic     # a job of a guest; then each file /ctl/traffic-NAME.fork is run:
+                                            # its words are the arguments of traffic.main()
+
+What a fork says goes to NAME.out, its status to NAME.rc, as for a job of the agent. It is called by its first argument,
+so that a test can kill it by that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+PAUSE_SECONDS = 0.05
+PR_SET_NAME = 15
+
+
+def run(program: ModuleType, words: list[str], out: Path) -> None:
+    """Be a fork that runs the program."""
+    os.setsid()
+    to = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(to, stream)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, words[0].encode(), 0, 0, 0)
+    status = 1
+    try:
+        sys.argv = [str(program.__file__), *words]
+        status = program.main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 2
+        if not isinstance(end.code, int):
+            print(end.code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """Fork for each file that comes, until the guest ends."""
+    folder, prefix = os.path.split(sys.argv[1])
+    program = importlib.import_module(sys.argv[2])
+    running: dict[int, Path] = {}
+    while True:
+        for file in Path(folder).glob(f"{prefix}-*.fork"):
+            words = shlex.split(file.read_text())
+            file.unlink()
+            if (child := os.fork()) == 0:
+                run(program, words, file.with_suffix(".out"))
+            running[child] = file
+        while running:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0:
+                break
+            new = running[child].with_suffix(".rc.new")
+            new.write_text(str(os.waitstatus_to_exitcode(status) % 256))
+            new.rename(running.pop(child).with_suffix(".rc"))
+        time.sleep(PAUSE_SECONDS)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main()

@@ -31,7 +31,7 @@ test:
 
 test-rdma:
 	@tools/packages rdma
-	@tools/setup
+	@tools/setup wheel
 	@tools/rdma-test $(RDMA)
 
 lint:

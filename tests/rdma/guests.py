@@ -33,6 +33,7 @@ ROOT = HERE.parents[1]
 BOOT_SECONDS = 180.0
 PAUSE_SECONDS = 0.05  # between looks at a file
 MEMORY_MIB = 3072
+WARM = {"plain": ("traffic",), "torch": ("ranks", "guide")}  # programs that one process imports: see warm.py
 MTU_MAX = 9000
 NIC_SLOT = 0x10  # on the PCI bus, of the first card
 
@@ -184,17 +185,20 @@ class Guest:
 
     def warm(self, program: str) -> None:
         """Start the process whose forks run a program of this folder; it imports it while the caller goes on."""
-        if program not in self._warm:
-            search = os.pathsep.join(path for path in sys.path if path)
-            environment = f"PYTHONPATH={HERE}:{search} OMP_NUM_THREADS=1"
-            command = f"{environment} exec {sys.executable} {HERE}/warm.py /ctl/{program} {program}"
-            self._warm[program] = self.start(command)
+        group = next(name for name, programs in WARM.items() if program in programs)
+        if group not in self._warm:
+            search = os.pathsep.join([str(HERE), str(ROOT / "tests" / "system"), *filter(None, sys.path)])
+            programs = " ".join(WARM[group])
+            self._warm[group] = self.start(
+                f"PYTHONPATH={search} OMP_NUM_THREADS=1 exec {sys.executable} {HERE}/warm.py /ctl/{group} {programs}"
+            )
 
     def fork(self, program: str, arguments: str) -> Job:
         """Run main() of a program of this folder, which goes on beside the caller."""
         self.warm(program)
+        group = next(name for name, programs in WARM.items() if program in programs)
         self._jobs += 1
-        return Job(self, arguments, f"{program}-{self._jobs}", ".fork")
+        return Job(self, f"{program} {arguments}", f"{group}-{self._jobs}", ".fork")
 
     def run(self, command: str, seconds: float = 120) -> str:
         """Run a command, which must succeed, and return what it said."""
@@ -280,3 +284,11 @@ def end_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     os.setpgrp()
+
+
+if __name__ == "__main__":  # guests.py IMAGE: whether guests come up here
+    try:
+        with Cluster(Image(Path(sys.argv[1]).resolve())):
+            print("guests: two came up, and reached each other")
+    except GuestError as said:
+        sys.exit(str(said))

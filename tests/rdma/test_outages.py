@@ -76,16 +76,33 @@ def test_a_killed_owner_is_noticed_long_before_peer_dead_s(
     assert "no sign of life" not in said
 
 
+# rxe ends a read early when its answers change places or come twice: its bytes are missing (docs/reliability.md).
 @pytest.mark.parametrize(
-    "fault",
-    ["loss 2%", "delay 20ms 10ms", "delay 10ms reorder 25% 50%", "duplicate 5%", "loss 5% delay 5ms 5ms"],
+    ("fault", "options"),
+    [
+        ("loss 2%", ""),
+        ("duplicate 5%", "--no-reads"),
+        ("delay 20ms 10ms", "--no-reads"),
+        ("delay 10ms reorder 25% 50%", "--no-reads"),
+        ("loss 5% delay 5ms 5ms", "--no-reads"),
+    ],
 )
-def test_a_bad_network_changes_nothing_but_the_time(guests: list[Guest], fault: str) -> None:
+def test_a_bad_network_changes_nothing_but_the_time(guests: list[Guest], fault: str, options: str) -> None:
     for guest in guests:
         guest.run(f"modprobe sch_netem; tc qdisc add dev net0 root netem {fault}")
-    owner, writer = start(guests, "verbs", "--seconds 5 --dead 60")
+    owner, writer = start(guests, "verbs", f"--seconds 5 --dead 60 {options}")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
+
+
+def test_of_two_nics_one_may_die(guests: list[Guest]) -> None:
+    owner, writer = start(guests, "verbs", "--seconds 16 --dead 5 --nics rxe0,rxe1 --again --pause 0.1")
+    guests[1].run("ip link set net1 down")
+    said = writer.wait(SECONDS)
+    assert "done" in owner.wait(SECONDS)
+    failed = [line for line in said.splitlines() if line.startswith("again ")]
+    assert all("rxe1" in line for line in failed), said
+    assert len(failed) <= 2, said  # it was used until it was given up, and not after that
 
 
 def test_a_guest_that_is_paused_for_a_while_goes_on(guests: list[Guest]) -> None:

@@ -27,10 +27,29 @@ def test_links_of_different_mtu_meet(guests: list[Guest]) -> None:
     assert "done" in owner.wait(SECONDS)
 
 
-def test_service_level_and_traffic_class_can_be_set(guests: list[Guest]) -> None:
-    owner, writer = start(guests, "verbs", "--seconds 2 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96")
+# Prints the traffic classes of the packets of RoCE that come, once there are some.
+CLASSES = """
+import socket, time
+line = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
+line.bind(("net0", 0x0800))
+line.settimeout(60)
+print("listens", flush=True)
+seen = []
+while len(seen) < 50:
+    packet = line.recv(100)
+    if packet[9] == socket.IPPROTO_UDP and packet[22:24] == (4791).to_bytes(2, "big"):
+        seen.append(packet[1])
+print(sorted(set(seen)))
+"""
+
+
+def test_service_level_and_traffic_class_are_those_of_the_settings(guests: list[Guest], python: str) -> None:
+    looker = guests[0].start(f"{python} -c '{CLASSES}'")
+    looker.until("listens", SECONDS)
+    owner, writer = start(guests, "verbs", "--seconds 4 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
+    assert "[96]" in looker.wait(SECONDS)
 
 
 @pytest.fixture
@@ -58,6 +77,18 @@ def test_a_limit_of_locked_memory_is_named(guests: list[Guest], python: str) -> 
     _, said = job.wait_status(SECONDS)
 
     assert "ibv_reg_mr on rxe0 (ulimit -l: 64 KiB of locked memory): Cannot allocate memory" in said, said
+
+
+# A group of processes that may have so many objects of a device: queue pairs, completion queues, regions.
+LIMITED = "mkdir -p /tmp/cg && mount -t cgroup2 none /tmp/cg; echo +rdma > /tmp/cg/cgroup.subtree_control; mkdir -p /tmp/cg/few; "
+
+
+@pytest.mark.parametrize(("objects", "call"), [(2, "ibv_create_cq"), (5, "the datagram queue pair")])
+def test_a_limit_of_the_device_is_named(guests: list[Guest], python: str, objects: int, call: str) -> None:
+    limit = f"echo 'rxe0 hca_object={objects}' > /tmp/cg/few/rdma.max; echo $$ > /tmp/cg/few/cgroup.procs; "
+    job = guests[0].start(f"{LIMITED}{limit}{python} -c '{OPEN.format('verbs')}'")
+    status, said = job.wait_status(SECONDS)
+    assert status != 0 and call in said and "rxe0" in said, said
 
 
 STRANGER = """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suites that every machine runs over stand-ins, in guests over the real thing; and ranks of two machines."""
+"""The suites that every machine runs over stand-ins, in guests over the real thing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from guests import NIC_SLOT, ROOT, Guest, Job
+from guests import ROOT, Guest, Job
 
 NEWER = ROOT / "build" / "mpich" / "lib" / "mpich" / "libfabric.so.1"
 # label of the backend, guest that runs it, libfabric
@@ -46,7 +46,7 @@ def test_the_suites_of_the_engine_pass(
         pytest.skip("C++ tests are not built")
     library = SUITES[name][2]
     if library is not None and not library.is_file():
-        pytest.skip("no libfabric 2 in build/mpich; .ci/run deep installs it")
+        pytest.skip("no libfabric 2 in build/mpich: PyPI has it (tools/newer-libfabric)")
     for other in ("verbs", "fabric:verbs", name):
         if other not in running:
             running[other] = start(other, guests, binary)
@@ -59,38 +59,3 @@ def test_the_suites_of_the_engine_pass(
     print(f"{name}: {len(ran)} ran, {len(cases) - len(ran)} were skipped")
     assert not failed, f"{failed}\n{said[-4000:]}"
     assert len(ran) >= 20, said[-4000:]
-
-
-@pytest.mark.timeout(600)
-def test_ranks_of_two_machines_get_right_results(guests: list[Guest], python: str) -> None:
-    more = f"{python.replace('PYTHONPATH=', f'PYTHONPATH={ROOT}/tests/system:')}"
-    variables = (
-        "MASTER_ADDR=10.9.0.1 MASTER_PORT=29600 WEFT_INTERFACE=net0 GLOO_SOCKET_IFNAME=net0 WEFT_PROXY_PROVIDER=verbs "
-        "WEFT_PEER_DEAD_S=120 OMP_NUM_THREADS=1"
-    )
-    program = Path(__file__).with_name("ranks.py")
-    jobs = [guest.start(f"{variables} {more} {program} {2 * i} 2 4") for i, guest in enumerate(guests)]
-    said = "".join(job.wait(550) for job in jobs)
-    for rank in range(4):
-        for what in ("collectives of 100000 floats", "high throughput", "low latency", "elastic"):
-            assert f"right {rank} {what}" in said, said
-
-
-NICS = """
-from weft.transfer import nics
-for provider in ("verbs", "fabric:verbs"):
-    for nic in nics(provider):
-        print(provider, nic.name, nic.pci, nic.gbit_per_s, nic.unusable_because or "usable")
-"""
-
-
-@pytest.mark.quick
-def test_a_guest_is_a_machine_of_its_own_with_two_nics(guests: list[Guest], python: str) -> None:
-    names = {guest.run("cat /proc/sys/kernel/random/boot_id; hostname") for guest in guests}
-    assert len(names) == 2
-    said = guests[0].run(f"{python} -c '{NICS}'")
-    assert said.splitlines() == [
-        f"{provider} rxe{card} 0000:00:{NIC_SLOT + card:02x}.0 2.5 usable"
-        for provider in ("verbs", "fabric:verbs")
-        for card in (0, 1)
-    ]

@@ -13,7 +13,6 @@ ends with 0 if all was right, with 3 if it lost the other, which it then names.
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import socket
 import struct
@@ -21,12 +20,16 @@ import sys
 import time
 from typing import Any
 
+from warm import SECRET, configure
+
 from weft.errors import Error, PeerLost
 from weft.transfer import TransferEngine
 
 PORT = 7000
 BLOCK = 20_000  # bytes: some packets each
+WORD = struct.Struct("<QQQ")  # of a message: whether it is the last, blocks until now, those that were done again
 LOST = 3
+POISON = b"\xfd"  # where a read's bytes are to come; no block has it
 MEET_SECONDS = 120.0
 
 
@@ -86,13 +89,13 @@ class Side:
 
     def own(self) -> None:
         """Count what comes, and compare with what the writer says at the end."""
-        word = bytearray(16)
+        word = bytearray(WORD.size)
         inbox = self.engine.register(word)
         count = 0
         while True:
             self.engine.recv(self.peer, inbox, timeout_s=self.options.timeout).wait()
-            kind, number = struct.unpack("<QQ", word)
-            if kind == 1:
+            is_last, number, again = WORD.unpack(word)
+            if is_last:
                 break
             count += 1
             if number != count:
@@ -102,39 +105,68 @@ class Side:
         counter = self.engine.imm(self.peer, 5)
         counter.wait(count)
         time.sleep(0.5)
-        if counter.value != count:
-            raise SystemExit(f"{count} immediates were sent, {counter.value} came")
-        if self.buffer[:BLOCK] != block_of(count):
-            raise SystemExit("the last block is not in place")
+        if not count <= counter.value <= count + again:
+            raise SystemExit(f"{count} immediates were sent, {again} of them again, {counter.value} came")
+        if (wrong := difference(block_of(count), self.buffer[:BLOCK])) is not None:
+            raise SystemExit(f"the last block is not in place, {wrong}")
         say("done", count)
 
     def write(self) -> None:
         """Write, read and send until the time is over."""
-        words = self.engine.register(word := bytearray(16))
-        end, count, longest = time.monotonic() + self.options.seconds, 0, 0.0
+        words = self.engine.register(word := bytearray(WORD.size))
+        end, count, again, longest = time.monotonic() + self.options.seconds, 0, 0, 0.0
         while time.monotonic() < end:
             began = time.monotonic()
             count += 1
             self.buffer[:BLOCK] = block_of(count)
-            self.engine.write(self.memory, self.remote, BLOCK, imm=5).wait()
-            self.engine.read(self.memory, self.remote, BLOCK, dst_offset=BLOCK).wait()
-            if self.buffer[BLOCK:] != self.buffer[:BLOCK]:
-                raise SystemExit(f"block {count} reads otherwise than it was written")
-            word[:] = struct.pack("<QQ", 0, count)
+            while not self.write_block(count):
+                again += 1
+            word[:] = WORD.pack(0, count, again)
             self.engine.send(self.peer, words).wait()
             longest = max(longest, time.monotonic() - began)
             say("block", count, round(time.monotonic() - began, 3))
             time.sleep(self.options.pause)
-        word[:] = struct.pack("<QQ", 1, count)
+        word[:] = WORD.pack(1, count, again)
         self.engine.send(self.peer, words).wait()
         say("done", count, "longest", round(longest, 2))
         time.sleep(1)  # the owner may still ask
+
+    def write_block(self, count: int) -> bool:
+        """Write a block, and read it back. False: a NIC was given up meanwhile, and it is to be done again."""
+        try:
+            self.engine.write(self.memory, self.remote, BLOCK, imm=5).wait()
+            if not self.options.no_reads:
+                self.read_back(count)
+        except PeerLost:
+            raise
+        except Error as error:
+            if not self.options.again:
+                raise
+            say("again", error)
+            return False
+        return True
+
+    def read_back(self, count: int) -> None:
+        """Read the block that was written, over poison."""
+        self.buffer[BLOCK:] = POISON * BLOCK
+        self.engine.read(self.memory, self.remote, BLOCK, dst_offset=BLOCK).wait()
+        if (wrong := difference(self.buffer[:BLOCK], self.buffer[BLOCK:])) is not None:
+            raise SystemExit(f"block {count} reads otherwise than it was written, {wrong}")
 
 
 def block_of(number: int) -> bytes:
     """Return the bytes of a block."""
     pattern = bytes((number * 7 + i) % 251 for i in range(251))
     return (pattern * (BLOCK // 251 + 1))[:BLOCK]
+
+
+def difference(expected: bytes, seen: bytes) -> str | None:
+    """Return where two blocks differ; None where they do not."""
+    wrong = [] if expected == seen else [i for i in range(BLOCK) if expected[i] != seen[i]]
+    if not wrong:
+        return None
+    at = wrong[0]
+    return f"{len(wrong)} bytes from {at} to {wrong[-1]}: {seen[at : at + 4]!r}, not {expected[at : at + 4]!r}"
 
 
 def main() -> int:
@@ -148,9 +180,11 @@ def main() -> int:
     parser.add_argument("--dead", type=float, default=10, help="peer_dead_s")
     parser.add_argument("--timeout", type=float, default=90, help="timeout_s")
     parser.add_argument("--nics", default="")
+    parser.add_argument("--again", action="store_true", help="the writer repeats a block that failed")
+    parser.add_argument("--no-reads", action="store_true", help="the writer does not read back what it wrote")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable")
     options = parser.parse_args()
-    os.environ.update(pair.split("=", 1) for pair in options.set)
+    configure(dict(pair.split("=", 1) for pair in options.set) | {"WEFT_JOB_SECRET": SECRET})
     side = Side(options)
     try:
         side.own() if options.role == "owner" else side.write()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs of this folder in forks of a process that has imported them: in a guest an import takes seconds.
 
-    python warm.py /ctl/traffic traffic     # a job of a guest; then each file /ctl/traffic-NAME.fork is run:
-                                            # its words are the arguments of traffic.main()
+    python warm.py /ctl/torch ranks guide   # a job of a guest; then each file /ctl/torch-NAME.fork is run:
+                                            # its words are one of those programs, and the arguments of its main()
 
-What a fork says goes to NAME.out, its status to NAME.rc, as for a job of the agent. It is called by its first argument,
-so that a test can kill it by that.
+What a fork says goes to torch-NAME.out, its status to torch-NAME.rc, as for a job of the agent. The process has the name
+of its first argument, so that a test can kill it by that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from weft import _core
+
 PAUSE_SECONDS = 0.05
 PR_SET_NAME = 15
+SECRET = "what both guests know"  # WEFT_JOB_SECRET
+
+
+def configure(variables: dict[str, str]) -> None:
+    """Set variables of Weft in a fork: the process that it is of has read them already."""
+    os.environ.update(variables)
+    _core.config_reload()
 
 
 def run(program: ModuleType, words: list[str], out: Path) -> None:
@@ -50,14 +59,14 @@ def run(program: ModuleType, words: list[str], out: Path) -> None:
 def main() -> None:
     """Fork for each file that comes, until the guest ends."""
     folder, prefix = os.path.split(sys.argv[1])
-    program = importlib.import_module(sys.argv[2])
+    programs = {name: importlib.import_module(name) for name in sys.argv[2:]}
     running: dict[int, Path] = {}
     while True:
         for file in Path(folder).glob(f"{prefix}-*.fork"):
-            words = shlex.split(file.read_text())
+            name, *words = shlex.split(file.read_text())
             file.unlink()
             if (child := os.fork()) == 0:
-                run(program, words, file.with_suffix(".out"))
+                run(programs[name], words, file.with_suffix(".out"))
             running[child] = file
         while running:
             child, status = os.waitpid(-1, os.WNOHANG)

@@ -102,8 +102,8 @@ struct Link {
   ib::Ah* ah = nullptr;
   uint32_t psn = 0;
   uint32_t number = 0;
-  Nonce nonce{};        // the two of them name the link: another link to the same place has others
-  Nonce their_nonce{};  // zeros: not heard yet
+  Nonce nonce{};           // the two of them name the link: another link to the same place has others
+  Nonce their_nonce{};     // zeros: not heard yet
   uint32_t their_qpn = 0;  // 0: joined to none yet
   uint32_t their_number = 0;
   uint32_t their_over = 0;  // their connections up to this number are over

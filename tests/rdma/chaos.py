@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak of traffic between two guests, with random faults.
 
-    .venv/bin/python tests/rdma/chaos.py --image build/rdma --minutes 30 --json bench/results/rdma-guests-chaos.json
+    .venv/bin/python tests/rdma/chaos.py --image build/rdma --minutes 30 --json bench/results/rdma-chaos.json
 
 Round after round, a writer and an owner (traffic.py) work until a fault, which is drawn: none, a bad network, an
-interface or a cable that is down for a while or for good, a guest that stands still, a process or a guest that is killed.
-What must come of it is known: the traffic goes on and every byte, immediate and message is right, or each side that is
-left names the other. A round that does neither within its time hangs.
+interface or a cable that is down for a while or for good, a guest that stands still, a process or a guest that is
+killed. What must come of it is known: the traffic goes on and every byte, immediate and message is right, or each side
+that is left names the other. A round that does neither within its time hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from guests import Cluster, Guest, GuestError, Image, Job
+from guests import MENDED, Cluster, Guest, GuestError, Image, Job
 from traffic import LOST
 
 DEAD_S = 30  # where the fault passes
@@ -33,7 +33,12 @@ GOES_ON = ("none", "bad", "down", "cable", "pause")
 FAULTS = (*GOES_ON, "kill", "cut", "stand", "power")
 # libfabric keeps its connections to itself: an outage that a NIC notices ends the peer (docs/transfer.md).
 FAULTS_OF = {"verbs": FAULTS, "fabric:verbs": ("none", "kill", "power")}
-NETWORKS = ("loss 2%", "delay 10ms 5ms --no-reads", "duplicate 5% --no-reads", "delay 5ms reorder 25% --no-reads")
+NETWORKS = (
+    "loss 2%",
+    "delay 10ms 5ms --no-reads",
+    "duplicate 5% --no-reads",
+    "delay 5ms reorder 25% --no-reads",
+)
 
 
 class Round:
@@ -59,7 +64,9 @@ class Round:
         if self.fault == "down":
             guest.run(f"ip link set net0 down; sleep {self.for_s:.2f}; ip link set net0 up")
         elif self.fault in ("cable", "pause"):
-            off, on = {"cable": ("set_link card0 off", "set_link card0 on"), "pause": ("stop", "cont")}[self.fault]
+            off, on = {"cable": ("set_link card0 off", "set_link card0 on"), "pause": ("stop", "cont")}[
+                self.fault
+            ]
             guest.monitor(off)
             time.sleep(self.for_s)
             guest.monitor(on)
@@ -101,9 +108,9 @@ def play(cluster: Cluster, drawn: Round) -> tuple[list[str], int]:
             cluster.again(guest.number)
     for guest in cluster.guests:
         guest.warm("traffic")
-        guest.run("modprobe sch_netem; tc qdisc del dev net0 root 2>/dev/null; ip link set net0 up; busybox killall -q -9 owner writer; true")
+        guest.run(MENDED)
         if drawn.fault == "bad":
-            guest.run(f"tc qdisc add dev net0 root netem {drawn.network}")
+            guest.run(f"modprobe sch_netem; tc qdisc add dev net0 root netem {drawn.network}")
     until = time.monotonic() + ROUND_S
     dead = DEAD_S if drawn.fault in GOES_ON else SOON_DEAD_S
     seconds = drawn.after_s + (drawn.for_s + 2 if drawn.fault in GOES_ON else 600)
@@ -123,7 +130,9 @@ def play(cluster: Cluster, drawn: Round) -> tuple[list[str], int]:
 
 def main() -> int:
     """Play rounds until the time is over, and write what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--image", type=Path, required=True, help="what tools/rdma-image made")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from guests import Cluster, Guest, Image
+from guests import MENDED, Cluster, Guest, Image
 
-# What a test may have left behind.
-MENDED = "for card in net0 net1; do tc qdisc del dev $card root 2>/dev/null; ip link set $card up mtu 9000; done; busybox killall -q -9 owner writer; true"
 REASON = "two guests with software RoCE: make test-rdma runs these"
 
 

@@ -31,8 +31,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BOOT_SECONDS = 180.0
+WARM_SECONDS = 900.0  # torch in a guest on a busy machine
 PAUSE_SECONDS = 0.05  # between looks at a file
 MEMORY_MIB = 3072
+# Takes away what a test may have left in a guest.
+MENDED = (
+    "for card in $(cd /sys/class/net && ls -d net*); do tc qdisc del dev $card root 2>/dev/null; "
+    "ip link set $card up mtu 9000; done; busybox killall -q -9 owner writer; true"
+)
 WARM = {"plain": ("traffic",), "torch": ("ranks", "guide")}  # programs that one process imports: see warm.py
 MTU_MAX = 9000
 NIC_SLOT = 0x10  # on the PCI bus, of the first card
@@ -194,9 +200,10 @@ class Guest:
             )
 
     def fork(self, program: str, arguments: str) -> Job:
-        """Run main() of a program of this folder, which goes on beside the caller."""
+        """Run main() of a program of this folder, which goes on beside the caller. Waits until it has been imported."""
         self.warm(program)
         group = next(name for name, programs in WARM.items() if program in programs)
+        self._warm[group].until("warm", WARM_SECONDS)
         self._jobs += 1
         return Job(self, f"{program} {arguments}", f"{group}-{self._jobs}", ".fork")
 

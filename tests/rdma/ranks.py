@@ -3,8 +3,9 @@
 
     ranks.main: WHAT FIRST RANKS WORLD      # ranks FIRST to FIRST + RANKS - 1 of WORLD; guest 1 has rank 0
 
-calls: each rank runs every collective, and a dispatch with its combine in each mode, over the proxy transport, and checks
-the results. It prints "right RANK WHAT" for each. killed: rank VICTIM kills itself; the others say whom they miss.
+calls: each rank runs every collective, and a dispatch with its combine in each mode, over the proxy transport, and
+checks the results. It prints "right RANK WHAT" for each. killed: rank VICTIM kills itself, and the others say whom
+they miss.
 Ends with 0 if all was right. Ranks of both guests get the same process numbers.
 """
 
@@ -57,14 +58,16 @@ def collectives(comm: weft.Communicator) -> None:
         assert torch.equal(comm.all_to_all(own.view(ranks, elems)), parts[:, rank])
         assert torch.equal(comm.broadcast(own.clone(), 1), every[1])
         say("right", rank, "collectives of", elems, "floats")
-    own = torch.full((1_000_000,), rank + 1.0)  # some megabytes under way at once: packets wait longer than a NIC does
+    own = torch.full(
+        (1_000_000,), rank + 1.0
+    )  # some megabytes under way at once: packets wait longer than a NIC does
     assert torch.equal(comm.all_reduce(own), torch.full_like(own, ranks * (ranks + 1) / 2))
     say("right", rank, "all_reduce of 1000000 floats")
     comm.barrier()
 
 
 def calls(rank: int, ranks: int) -> None:
-    """Check what two machines conclude about each other, collectives, and a dispatch and combine in each mode, twice."""
+    """Check what two machines conclude of each other, collectives, and a dispatch and combine in each mode."""
     comm = weft.Communicator(timeout_s=TIMEOUT_S)
     assert comm.nodes == [0, 0, 1, 1], comm.nodes
     ways = [comm.transport_to(peer) for peer in range(ranks) if peer != rank]

@@ -36,9 +36,7 @@ def test_every_immediate_and_message_comes_once(guests: list[Guest], provider: s
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_outage_shorter_than_peer_dead_s_only_takes_longer(
-    guests: list[Guest], which: int
-) -> None:
+def test_an_outage_shorter_than_peer_dead_s_only_takes_longer(guests: list[Guest], which: int) -> None:
     owner, writer = start(guests, "verbs", "--seconds 12 --dead 30")
     guests[which].run("ip link set net0 down; sleep 3; ip link set net0 up")
     said = writer.wait(SECONDS)
@@ -55,9 +53,7 @@ def test_a_cable_that_is_out_for_a_while_only_takes_longer(guests: list[Guest]) 
     assert "done" in owner.wait(SECONDS)
 
 
-def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(
-    guests: list[Guest]
-) -> None:
+def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(guests: list[Guest]) -> None:
     owner, writer = start(guests, "verbs", "--seconds 60 --dead 4")
     guests[1].run("ip link set net0 down")
     for job, name in ((owner, "writer"), (writer, "owner")):
@@ -66,9 +62,7 @@ def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(
 
 
 @pytest.mark.parametrize("provider", ["verbs", "fabric:verbs"])
-def test_a_killed_owner_is_noticed_long_before_peer_dead_s(
-    guests: list[Guest], provider: str
-) -> None:
+def test_a_killed_owner_is_noticed_long_before_peer_dead_s(guests: list[Guest], provider: str) -> None:
     _, writer = start(guests, provider, "--seconds 600 --dead 300 --timeout 500")
     guests[0].run("busybox killall -9 owner")
     status, said = writer.wait_status(SECONDS)
@@ -114,9 +108,7 @@ def test_a_guest_that_is_paused_for_a_while_goes_on(guests: list[Guest]) -> None
     assert "done" in owner.wait(SECONDS)
 
 
-def test_a_guest_that_is_paused_too_long_is_lost_and_blames_nobody_else(
-    guests: list[Guest]
-) -> None:
+def test_a_guest_that_is_paused_too_long_is_lost_and_blames_nobody_else(guests: list[Guest]) -> None:
     owner, writer = start(guests, "verbs", "--seconds 600 --dead 4")
     guests[0].monitor("stop")
     status, said = writer.wait_status(SECONDS)

@@ -46,7 +46,9 @@ print(sorted(set(seen)))
 def test_service_level_and_traffic_class_are_those_of_the_settings(guests: list[Guest], python: str) -> None:
     looker = guests[0].start(f"{python} -c '{CLASSES}'")
     looker.until("listens", SECONDS)
-    owner, writer = start(guests, "verbs", "--seconds 4 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96")
+    owner, writer = start(
+        guests, "verbs", "--seconds 4 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96"
+    )
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
     assert "[96]" in looker.wait(SECONDS)
@@ -80,7 +82,10 @@ def test_a_limit_of_locked_memory_is_named(guests: list[Guest], python: str) -> 
 
 
 # A group of processes that may have so many objects of a device: queue pairs, completion queues, regions.
-LIMITED = "mkdir -p /tmp/cg && mount -t cgroup2 none /tmp/cg; echo +rdma > /tmp/cg/cgroup.subtree_control; mkdir -p /tmp/cg/few; "
+LIMITED = (
+    "mkdir -p /tmp/cg && mount -t cgroup2 none /tmp/cg; echo +rdma > /tmp/cg/cgroup.subtree_control; "
+    "mkdir -p /tmp/cg/few; "
+)
 
 
 @pytest.mark.parametrize(("objects", "call"), [(2, "ibv_create_cq"), (5, "the datagram queue pair")])

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from guests import NIC_SLOT, ROOT, Guest
+from guests import NIC_SLOT, Guest
 from test_outages import SECONDS, start
+from traffic import LOST
 from warm import SECRET
 
 NICS = """
@@ -41,13 +42,12 @@ def test_machines_share_no_memory_but_clocks_may_differ(guests: list[Guest]) -> 
         guests[0].run("rm /dev/shm/weft-probe")
 
 
-@pytest.mark.parametrize("provider", ["fabric:shm", "cuda"])
-def test_a_provider_of_one_host_refuses_an_engine_of_another(guests: list[Guest], provider: str) -> None:
-    owner = guests[0].fork("traffic", f"owner {provider}")
-    writer = guests[1].fork("traffic", f"writer {provider} 10.9.0.1")
-    status, said = writer.wait_status(SECONDS)
-    owner.wait_status(SECONDS)
-    assert status != 0 and "host" in said, said
+def test_shared_memory_reaches_no_engine_of_another_machine(guests: list[Guest]) -> None:
+    jobs = [guests[0].fork("traffic", "owner fabric:shm --connect 8")]
+    jobs.append(guests[1].fork("traffic", "writer fabric:shm 10.9.0.1 --connect 8"))
+    for job, other in zip(jobs, ("writer", "owner"), strict=True):
+        status, said = job.wait_status(SECONDS)
+        assert status == LOST and f"no answer of peer '{other}'" in said and "over fabric:shm" in said, said
 
 
 def run_ranks(guests: list[Guest], what: str) -> str:
@@ -55,13 +55,20 @@ def run_ranks(guests: list[Guest], what: str) -> str:
     for guest in guests:
         guest.warm("ranks")
     jobs = [guest.fork("ranks", f"{what} {2 * i} 2 4") for i, guest in enumerate(guests)]
-    return "".join(job.wait(550) for job in jobs)
+    return "".join(job.wait(SECONDS * 2) for job in jobs)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_ranks_of_two_machines_get_right_results(guests: list[Guest]) -> None:
     said = run_ranks(guests, "calls")
-    every = ("nodes", "collectives of 100000 floats", "all_reduce of 1000000", "high throughput", "low latency", "elastic")
+    every = (
+        "nodes",
+        "collectives of 100000 floats",
+        "all_reduce of 1000000",
+        "high throughput",
+        "low latency",
+        "elastic",
+    )
     for rank in range(4):
         for what in every:
             assert f"right {rank} {what}" in said, said
@@ -69,7 +76,7 @@ def test_ranks_of_two_machines_get_right_results(guests: list[Guest]) -> None:
     assert len(pids) == 4 and len(set(pids)) == 2, "ranks of both machines have the same process numbers"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_killed_rank_is_blamed_and_not_its_namesake_on_the_other_machine(guests: list[Guest]) -> None:
     said = run_ranks(guests, "killed")
     for rank in (0, 1, 2):
@@ -77,21 +84,23 @@ def test_a_killed_rank_is_blamed_and_not_its_namesake_on_the_other_machine(guest
         assert "rank 3" in line, said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_the_guide_of_a_kv_cache_works_between_machines(guests: list[Guest]) -> None:
     decode = guests[0].fork("guide", "decode")
     prefill = guests[1].fork("guide", "prefill 10.9.0.1")
-    prefill.wait(550)
-    assert decode.wait(SECONDS).endswith("layer 0 arrived\nlayer 1 arrived\nlayer 2 arrived\nlayer 3 arrived\n")
+    prefill.wait(SECONDS * 2)
+    assert decode.wait(SECONDS).endswith(
+        "layer 0 arrived\nlayer 1 arrived\nlayer 2 arrived\nlayer 3 arrived\n"
+    )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_the_transfer_benchmark_measures_between_machines(guests: list[Guest], python: str) -> None:
     line = f"WEFT_JOB_SECRET='{SECRET}' {python} -m weft bench transfer"
     options = "--provider verbs --quick --rounds 1 --no-pin --calls write"
     server = guests[0].start(f"{line} server --host 10.9.0.1 --port 7100 {options}")
     server.until("10.9.0.1:7100", SECONDS)
-    said = guests[1].start(f"{line} client 10.9.0.1:7100 {options}").wait(500)
+    said = guests[1].start(f"{line} client 10.9.0.1:7100 {options}").wait(SECONDS * 2)
     server.wait(SECONDS)
     assert "write" in said, said
 
@@ -106,7 +115,7 @@ print("right", comm.rank)
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_torchrun_starts_ranks_of_two_machines(guests: list[Guest], python: str) -> None:
     program = "/tmp/torchrun.py"
     line = (
@@ -115,5 +124,5 @@ def test_torchrun_starts_ranks_of_two_machines(guests: list[Guest], python: str)
         f"--master-addr 10.9.0.1 --master-port 29700 --node-rank"
     )
     jobs = [guest.start(f"{line} {i} {program}") for i, guest in enumerate(guests)]
-    said = "".join(job.wait(550) for job in jobs)
+    said = "".join(job.wait(SECONDS * 2) for job in jobs)
     assert "right 0" in said and "right 1" in said, said

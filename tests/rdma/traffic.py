@@ -27,7 +27,9 @@ from weft.transfer import TransferEngine
 
 PORT = 7000
 BLOCK = 20_000  # bytes: some packets each
-WORD = struct.Struct("<QQQ")  # of a message: whether it is the last, blocks until now, those that were done again
+WORD = struct.Struct(
+    "<QQQ"
+)  # of a message: whether it is the last, blocks until now, those that were done again
 LOST = 3
 POISON = b"\xfd"  # where a read's bytes are to come; no block has it
 MEET_SECONDS = 120.0
@@ -82,7 +84,7 @@ class Side:
         with meet(options.host) as line:
             line.settimeout(MEET_SECONDS)
             address, descriptor = exchange(line, (self.engine.address, self.memory.descriptor))
-            self.peer = self.engine.connect(address, timeout_s=60)
+            self.peer = self.engine.connect(address, timeout_s=options.connect)
             self.remote = self.engine.attach(descriptor, timeout_s=60)
             exchange(line, "ready")
         say("ready", [nic.name for nic in self.engine.nics])
@@ -166,7 +168,9 @@ def difference(expected: bytes, seen: bytes) -> str | None:
     if not wrong:
         return None
     at = wrong[0]
-    return f"{len(wrong)} bytes from {at} to {wrong[-1]}: {seen[at : at + 4]!r}, not {expected[at : at + 4]!r}"
+    return (
+        f"{len(wrong)} bytes from {at} to {wrong[-1]}: {seen[at : at + 4]!r}, not {expected[at : at + 4]!r}"
+    )
 
 
 def main() -> int:
@@ -179,14 +183,15 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0.0, help="between two blocks")
     parser.add_argument("--dead", type=float, default=10, help="peer_dead_s")
     parser.add_argument("--timeout", type=float, default=90, help="timeout_s")
+    parser.add_argument("--connect", type=float, default=60, help="timeout_s of connect()")
     parser.add_argument("--nics", default="")
     parser.add_argument("--again", action="store_true", help="the writer repeats a block that failed")
     parser.add_argument("--no-reads", action="store_true", help="the writer does not read back what it wrote")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable")
     options = parser.parse_args()
     configure(dict(pair.split("=", 1) for pair in options.set) | {"WEFT_JOB_SECRET": SECRET})
-    side = Side(options)
     try:
+        side = Side(options)
         side.own() if options.role == "owner" else side.write()
     except PeerLost as error:
         say("lost", error)

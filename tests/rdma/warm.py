@@ -4,8 +4,8 @@
     python warm.py /ctl/torch ranks guide   # a job of a guest; then each file /ctl/torch-NAME.fork is run:
                                             # its words are one of those programs, and the arguments of its main()
 
-What a fork says goes to torch-NAME.out, its status to torch-NAME.rc, as for a job of the agent. The process has the name
-of its first argument, so that a test can kill it by that.
+It says "warm" when it has imported them. What a fork says goes to torch-NAME.out, its status to torch-NAME.rc, as for a
+job of the agent. The process has the name of its first argument, so that a test can kill it by that.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main() -> None:
     """Fork for each file that comes, until the guest ends."""
     folder, prefix = os.path.split(sys.argv[1])
     programs = {name: importlib.import_module(name) for name in sys.argv[2:]}
+    print("warm", flush=True)
     running: dict[int, Path] = {}
     while True:
         for file in Path(folder).glob(f"{prefix}-*.fork"):

@@ -43,6 +43,9 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   return caps;
 }
 
+// Without such an address libfabric offers the datagrams of a device alone, or connections that could not be made.
+constexpr const char* kNoAddress = "its interface has no address of IP but a link-local one";
+
 }  // namespace
 
 std::string interface_address(const fi::Info& info) {
@@ -63,11 +66,11 @@ std::string why_unfit(const fi::Info& info, const std::string& kind) {
   if (kind == "tcp") return interface_address(info).empty() ? "it has no address of IPv4" : "";
   if (kind != "verbs") return "";
   if (std::string_view(info.domain_attr->name ? info.domain_attr->name : "").ends_with("-dgram"))
-    return "its datagrams alone are offered";
+    return kNoAddress;
   if (!interface_address(info).empty()) return "";
   const bool is_v6 = info.addr_format == fi::kFormatSockaddrIn6 && info.src_addrlen >= sizeof(sockaddr_in6);
   if (is_v6 && !IN6_IS_ADDR_LINKLOCAL(&static_cast<const sockaddr_in6*>(info.src_addr)->sin6_addr)) return "";
-  return "its interface has no address of IP but a link-local one: connections could not be made";
+  return kNoAddress;
 }
 
 Nic describe(const fi::Info& info, const std::string& kind) {

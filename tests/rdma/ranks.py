@@ -36,6 +36,7 @@ SETTINGS = {
     "GLOO_SOCKET_IFNAME": "net0",
     "WEFT_INTERFACE": "net0",
     "WEFT_PROXY_PROVIDER": PROVIDER,
+    "WEFT_PROXY_NICS": "rxe0",  # the guests' two cables are not joined
     "WEFT_PEER_DEAD_S": "120",
     "WEFT_JOB_SECRET": SECRET,
 }

@@ -69,7 +69,7 @@ def test_a_device_without_a_routable_address_is_called_so_by_both_providers(
     assert said.splitlines() == [
         "verbs rxe0 its port has no usable GID",
         "verbs rxe1 usable",
-        "fabric:verbs rxe0 its interface has no address of IP but a link-local one: connections could not be made",
+        "fabric:verbs rxe0 its interface has no address of IP but a link-local one",
         "fabric:verbs rxe1 usable",
     ]
 
@@ -88,7 +88,7 @@ LIMITED = (
 )
 
 
-@pytest.mark.parametrize(("objects", "call"), [(2, "ibv_create_cq"), (5, "the datagram queue pair")])
+@pytest.mark.parametrize(("objects", "call"), [(1, "ibv_create_cq"), (4, "datagram queue pair")])
 def test_a_limit_of_the_device_is_named(guests: list[Guest], python: str, objects: int, call: str) -> None:
     limit = f"echo 'rxe0 hca_object={objects}' > /tmp/cg/few/rdma.max; echo $$ > /tmp/cg/few/cgroup.procs; "
     job = guests[0].start(f"{LIMITED}{limit}{python} -c '{OPEN.format('verbs')}'")

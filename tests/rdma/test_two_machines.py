@@ -118,10 +118,13 @@ print("right", comm.rank)
 @pytest.mark.timeout(1500)
 def test_torchrun_starts_ranks_of_two_machines(guests: list[Guest], python: str) -> None:
     program = "/tmp/torchrun.py"
+    settings = (
+        "WEFT_INTERFACE=net0 GLOO_SOCKET_IFNAME=net0 WEFT_PROXY_PROVIDER=verbs WEFT_PROXY_NICS=rxe0 "
+        f"WEFT_JOB_SECRET='{SECRET}' OMP_NUM_THREADS=1"
+    )
     line = (
-        f"printf '%s' '{TORCHRUN}' > {program}; WEFT_INTERFACE=net0 GLOO_SOCKET_IFNAME=net0 WEFT_PROXY_PROVIDER=verbs "
-        f"WEFT_JOB_SECRET='{SECRET}' OMP_NUM_THREADS=1 {python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 "
-        f"--master-addr 10.9.0.1 --master-port 29700 --node-rank"
+        f"printf '%s' '{TORCHRUN}' > {program}; {settings} {python} -m torch.distributed.run --nnodes 2 "
+        f"--nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29700 --node-rank"
     )
     jobs = [guest.start(f"{line} {i} {program}") for i, guest in enumerate(guests)]
     said = "".join(job.wait(SECONDS * 2) for job in jobs)

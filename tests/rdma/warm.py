@@ -23,7 +23,7 @@ from types import ModuleType
 
 from weft import _core
 
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.2
 PR_SET_NAME = 15
 SECRET = "what both guests know"  # WEFT_JOB_SECRET
 

@@ -216,6 +216,7 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
     lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
              std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
+    if_unreached_ = network.if_unreached;
     traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     is_crowded_ = device.is_host() && proxies == 1 && cores_per_rank(ranks_on_host(group)) < 2;
@@ -291,9 +292,12 @@ class ProxyLink : public Link {
     for (int peer : peers_) {
       const std::string& address = addresses[static_cast<size_t>(peer)];
       if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
-      WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
-      connected_[peer] = connected;
-      WEFT_TRY(queues_[peer]->connect(std::move(connected)));
+      auto connected = engine_->connect(address, Deadline::after_s(timeout_s_));
+      if (!connected.ok() && connected.status().code() == Code::kPeerLost)
+        return Status(Code::kPeerLost, connected.status().message() + if_unreached_);
+      WEFT_TRY(connected.status());
+      connected_[peer] = *connected;
+      WEFT_TRY(queues_[peer]->connect(std::move(*connected)));
     }
     return Status();
   }
@@ -374,7 +378,8 @@ class ProxyLink : public Link {
   std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
   std::atomic<bool> has_gone_{false};
   bool is_finished_ = false;
-  bool is_crowded_ = false;  // fewer than two cores for each rank, and one proxy for all peers
+  std::string if_unreached_;  // Network::if_unreached
+  bool is_crowded_ = false;   // fewer than two cores for each rank, and one proxy for all peers
   std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
   std::thread helper_;
   std::atomic<bool> stop_helper_{false};

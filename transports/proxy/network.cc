@@ -81,6 +81,9 @@ Result<Network> choose_network(const std::string& wanted, const std::string& nic
                                                    : "the nearest that is usable, by turns; also there:";
     for (const provider::Nic& nic : usable)
       if (nic.name != network.nics[0].name) network.why_nics += " " + nic.name;
+    network.if_unreached = text(
+        "; this rank took {} ({}): where networks of NICs are not joined, WEFT_PROXY_NICS says which to take",
+        network.nics[0].name, network.why_nics);
   }
   network.pace = pace_of(network.nics[0].name);
   if (config().proxy_bytes_in_flight > 0)

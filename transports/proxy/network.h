@@ -33,6 +33,7 @@ struct Network {
   std::vector<provider::Nic> nics;
   Pace pace;
   std::string why_provider, why_nics;  // for people: why these
+  std::string if_unreached = {};       // ... and what to do where a peer cannot be reached
 };
 
 // What a rank is near to, and which of its host's ranks it is.

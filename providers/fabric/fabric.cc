@@ -419,8 +419,10 @@ class FabricRail : public Rail {
     event.context = static_cast<Context*>(entry.op_context);
     event.peer_gone = fi::means_peer_gone(entry.err);
     event.key_refused = false;
-    event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno,
-                      said ? said : "");
+    event.text = entry.err == ECANCELED  // of libfabric's own connections; it does not say why one ended
+                     ? "the connection has ended: its process has, or packets were not answered"
+                     : text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err,
+                            entry.prov_errno, said ? said : "");
     if (event.context) return 1;
     log_info("fabric: {}: {}", nic_.name, event.text);
     return 0;

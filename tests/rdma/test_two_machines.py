@@ -96,7 +96,7 @@ def test_the_guide_of_a_kv_cache_works_between_machines(guests: list[Guest]) -> 
 
 @pytest.mark.timeout(1500)
 def test_the_transfer_benchmark_measures_between_machines(guests: list[Guest], python: str) -> None:
-    line = f"WEFT_JOB_SECRET='{SECRET}' {python} -m weft bench transfer"
+    line = f"WEFT_PEER_DEAD_S=120 WEFT_JOB_SECRET='{SECRET}' {python} -m weft bench transfer"
     options = "--provider verbs --quick --rounds 1 --no-pin --calls write"
     server = guests[0].start(f"{line} server --host 10.9.0.1 --port 7100 {options}")
     server.until("10.9.0.1:7100", SECONDS)
@@ -120,7 +120,7 @@ def test_torchrun_starts_ranks_of_two_machines(guests: list[Guest], python: str)
     program = "/tmp/torchrun.py"
     settings = (
         "WEFT_INTERFACE=net0 GLOO_SOCKET_IFNAME=net0 WEFT_PROXY_PROVIDER=verbs WEFT_PROXY_NICS=rxe0 "
-        f"WEFT_JOB_SECRET='{SECRET}' OMP_NUM_THREADS=1"
+        f"WEFT_PEER_DEAD_S=120 WEFT_JOB_SECRET='{SECRET}' OMP_NUM_THREADS=1"
     )
     line = (
         f"printf '%s' '{TORCHRUN}' > {program}; {settings} {python} -m torch.distributed.run --nnodes 2 "

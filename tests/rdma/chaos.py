@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak of traffic between two guests, with random faults.
 
-    .venv/bin/python tests/rdma/chaos.py --image build/rdma --minutes 30 --json bench/results/rdma-chaos.json
+    .venv/bin/python tests/rdma/chaos.py --image build/rdma --minutes 30 --json chaos.json
 
 Round after round, a writer and an owner (traffic.py) work until a fault, which is drawn: none, a bad network, an
 interface or a cable that is down for a while or for good, a guest that stands still, a process or a guest that is

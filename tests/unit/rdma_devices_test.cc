@@ -121,6 +121,9 @@ TEST(ProxyNics, ASemicolonBeginsThoseOfTheHostsNextRank) {
       names.push_back(nic.name);
     return names;
   };
+  EXPECT_NE(proxy::choose_network("loopback", "", {{}, 0})->if_unreached.find("WEFT_PROXY_NICS"),
+            std::string::npos);
+  EXPECT_EQ(proxy::choose_network("loopback", lists, {{}, 0})->if_unreached, "");
   EXPECT_EQ(chosen(0), std::vector<std::string>{all[0].name});
   EXPECT_EQ(chosen(1), (std::vector<std::string>{all[1].name, all[2].name}));
   EXPECT_EQ(chosen(2), chosen(0));

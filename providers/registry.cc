@@ -8,8 +8,10 @@
 
 #include "providers/cuda/cuda.h"
 #include "providers/fabric/fabric.h"
+#include "providers/fabric/library.h"
 #include "providers/loopback/loopback.h"
 #include "providers/provider.h"
+#include "providers/verbs/library.h"
 #include "providers/verbs/verbs.h"
 
 namespace weft::provider {
@@ -34,6 +36,12 @@ const std::vector<Maker>& makers() {
   };
   return all;
 }
+
+// libfabric is opened by whoever asks first, also without a provider.
+const bool kHasAsked = [] {
+  fi::ask_for_queue_limit([]() { return ib::completion_entries_max(); });
+  return true;
+}();
 
 // "loopback:seed=7,reorder=0.3" is the loopback with these faults: for tests of what finds its provider by a name.
 constexpr std::string_view kFaulty = "loopback:";

@@ -53,7 +53,7 @@ constexpr int kMrHmem = 1 << 10;
 constexpr uint64_t kOrderWaw = 1ull << 4;
 constexpr uint64_t kOrderRmaWaw = 1ull << 35;
 
-constexpr int kFormatSockaddrIn = 2;
+constexpr int kFormatSockaddrIn = 2, kFormatSockaddrIn6 = 3;
 constexpr int kFormatStr = 9;
 constexpr int kAvTable = 2;
 constexpr int kProgressManual = 2;

@@ -14,6 +14,7 @@
 #include "base/random.h"
 #include "base/same_host.h"
 #include "providers/fabric/address.h"
+#include "providers/fabric/kept_keys.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/listener_guard.h"
 #include "providers/fabric/nic.h"
@@ -65,7 +66,13 @@ class FabricRail : public Rail {
     WEFT_TRY(step("binding addresses", ep_->fid.ops->bind(&ep_->fid, &av_->fid, 0)));
     WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, fi::kSend | fi::kRecv)));
     if (nic_.provider == "fabric:efa") forbid_detours();
-    WEFT_TRY(step("fi_enable", ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr)));
+    const int enabled = ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr);
+    WEFT_TRY(
+        step(enabled == -EINVAL && nic_.provider == "fabric:verbs"
+                 ? "fi_enable (FI_UNIVERSE_SIZE=16 makes completion queues shorter than the device's limit)"
+                 : "fi_enable",
+             enabled));
+    if (mr_mode_ & fi::kMrProvKey) WEFT_TRY(check_keys_end());
     char bytes[512];
     size_t count = sizeof bytes;
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
@@ -263,6 +270,20 @@ class FabricRail : public Rail {
     bool is_used = true;
   };
 
+  Status check_keys_end() {
+    WEFT_TRY_ASSIGN(
+        const bool are_kept,
+        fi::keeps_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
+                       [&](Registration& registration) { release(registration); }));
+    if (!are_kept) return {};
+    return logged(Status::make(
+        Code::kUnsupported,
+        "fabric: {}: memory that is given back stays within peers' reach, as libfabric's cache of "
+        "registrations is on; "
+        "FI_MR_CACHE_MAX_COUNT=0 (efa: FI_EFA_MR_CACHE_ENABLE=0) before the program starts turns it off",
+        nic_.name));
+  }
+
   // libfabric does not learn of it.
   Result<Registration> lend(const Range& range, uint32_t access) {
     if (!pages_ || range.kind != MemoryKind::kHost)
@@ -399,8 +420,10 @@ class FabricRail : public Rail {
     event.context = static_cast<Context*>(entry.op_context);
     event.peer_gone = fi::means_peer_gone(entry.err);
     event.key_refused = false;
-    event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno,
-                      said ? said : "");
+    event.text = entry.err == ECANCELED  // of libfabric's own connections; it does not say why one ended
+                     ? "the connection has ended: its process has, or packets were not answered"
+                     : text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err,
+                            entry.prov_errno, said ? said : "");
     if (event.context) return 1;
     log_info("fabric: {}: {}", nic_.name, event.text);
     return 0;
@@ -452,10 +475,13 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new =
-          kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
-      for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
-      if (is_new) nics.push_back(std::move(nic));
+      if (!nic.usable() && kind_ == "tcp") continue;
+      const auto known =
+          std::find_if(nics.begin(), nics.end(), [&](const Nic& n) { return n.name == nic.name; });
+      if (known == nics.end())
+        nics.push_back(std::move(nic));
+      else if (!known->usable())
+        *known = std::move(nic);
     }
     return nics;
   }
@@ -465,7 +491,7 @@ class Fabric : public Provider {
     if (kind_ == "shm") remove_regions_of_the_dead();
     WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
     for (fi::Info* info = found.first(); info; info = info->next) {
-      if (nic_name(*info) != nic.name) continue;
+      if (nic_name(*info, kind_) != nic.name || !why_unfit(*info, kind_).empty()) continue;
       auto rail =
           std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm", options.secret);
       WEFT_TRY(rail->open(*info));

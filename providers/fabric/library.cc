@@ -3,9 +3,11 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/config.h"
@@ -26,6 +28,12 @@ std::string& offered_path() {
   static std::string path;
   return path;
 }
+
+uint32_t (*queue_limit)() = nullptr;
+
+// A connection's share of a completion queue that ofi_rxm makes for FI_UNIVERSE_SIZE connections, and how many these are
+// where nobody says.
+constexpr uint32_t kEntriesPerConnection = 256, kUniverse = 256;
 
 std::string file_of(const void* function, const std::string& otherwise) {
   Dl_info found{};
@@ -54,6 +62,7 @@ Result<Library> open_at(const std::string& path) {
     return Status::make(Code::kUnsupported,
                         "libfabric: {} is release {}, allowed: 1.14 or newer (PyPI's mpich brings 2)", path,
                         version_text(library));
+  read_settings(library, queue_limit ? queue_limit() : 0);
   library.handle = handle;
   library.path = file_of(reinterpret_cast<const void*>(library.version), path);
   return library;
@@ -96,6 +105,26 @@ Info* make_hints(const Library& library, const std::string& kind, bool device_me
 
 void offer_library(std::string path) {
   offered_path() = std::move(path);
+}
+
+void read_settings(const Library& library, uint32_t limit) {
+  std::optional<VariableWhile> cache, efa_cache, universe;
+  if (limit > 0) {
+    cache.emplace("FI_MR_CACHE_MAX_COUNT", "0");
+    efa_cache.emplace("FI_EFA_MR_CACHE_ENABLE", "0");
+    if (limit / kEntriesPerConnection < kUniverse)
+      universe.emplace("FI_UNIVERSE_SIZE", text("{}", std::max(limit / kEntriesPerConnection, 1u)));
+  }
+  Info* hints = library.dupinfo(nullptr);
+  if (!hints) return;
+  hints->fabric_attr->prov_name = strdup("none");  // every provider reads, and none answers
+  Info* found = nullptr;
+  if (library.getinfo(kApiVersion, nullptr, nullptr, 0, hints, &found) == 0) library.freeinfo(found);
+  library.freeinfo(hints);
+}
+
+void ask_for_queue_limit(uint32_t (*limit)()) {
+  queue_limit = limit;
 }
 
 bool is_sound(const Library& library) {

@@ -31,6 +31,14 @@ bool is_sound(const Library& library);
 // Names the libfabric of a package, which is taken where the system has none that is sound. Before the first
 // open_library(); WEFT_LIBFABRIC goes before it.
 void offer_library(std::string path);
+// Lets a library read its settings, which it does once, at the first question. `queue_limit`: entries of the longest
+// completion queue that every RDMA device of this machine can make; 0: there is none, and nothing is set.
+//   FI_MR_CACHE_MAX_COUNT, FI_EFA_MR_CACHE_ENABLE: memory that was given back must be out of peers' reach, but the cache
+//     keeps it registered, under its old key, with all rights. Only where RDMA devices are: cxi needs its cache.
+//   FI_UNIVERSE_SIZE: a completion queue that is longer than the device's cannot be made at all.
+void read_settings(const Library& library, uint32_t queue_limit);
+// Names what says how long a completion queue may be on this machine's RDMA devices; it returns 0 where there is none.
+void ask_for_queue_limit(uint32_t (*limit)());
 Result<const Library*> open_library();
 std::string version_text(const Library& library);  // "1.17"
 

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <fstream>
+#include <string_view>
+
+#include "topology/rdma_devices.h"
 
 namespace weft::provider {
 namespace {
@@ -40,6 +43,9 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   return caps;
 }
 
+// Without such an address libfabric offers the datagrams of a device alone, or connections that could not be made.
+constexpr const char* kNoAddress = "its interface has no address of IP but a link-local one";
+
 }  // namespace
 
 std::string interface_address(const fi::Info& info) {
@@ -49,16 +55,28 @@ std::string interface_address(const fi::Info& info) {
   return text;
 }
 
-std::string nic_name(const fi::Info& info) {
+std::string nic_name(const fi::Info& info, const std::string& kind) {
   std::string name = info.domain_attr->name ? info.domain_attr->name : "?";
+  if (kind == "verbs") return name.substr(0, name.find("-dgram"));
   const std::string address = interface_address(info);
   return address.empty() ? name : name + "@" + address;
+}
+
+std::string why_unfit(const fi::Info& info, const std::string& kind) {
+  if (kind == "tcp") return interface_address(info).empty() ? "it has no address of IPv4" : "";
+  if (kind != "verbs") return "";
+  if (std::string_view(info.domain_attr->name ? info.domain_attr->name : "").ends_with("-dgram"))
+    return kNoAddress;
+  if (!interface_address(info).empty()) return "";
+  const bool is_v6 = info.addr_format == fi::kFormatSockaddrIn6 && info.src_addrlen >= sizeof(sockaddr_in6);
+  if (is_v6 && !IN6_IS_ADDR_LINKLOCAL(&static_cast<const sockaddr_in6*>(info.src_addr)->sin6_addr)) return "";
+  return kNoAddress;
 }
 
 Nic describe(const fi::Info& info, const std::string& kind) {
   Nic nic;
   nic.provider = "fabric:" + kind;
-  nic.name = nic_name(info);
+  nic.name = nic_name(info, kind);
   nic.caps = caps_of(info, kind);
   if (info.nic && info.nic->link_attr) nic.gbit_per_s = static_cast<double>(info.nic->link_attr->speed) / 1e9;
   if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == 1) {
@@ -69,6 +87,13 @@ Nic describe(const fi::Info& info, const std::string& kind) {
     nic.pci = text;
     std::ifstream("/sys/bus/pci/devices/" + nic.pci + "/numa_node") >> nic.numa_node;
   }
+  if (kind == "verbs") {
+    const RdmaDevice device = rdma_device(nic.name, 1);
+    nic.pci = device.place.pci;
+    nic.numa_node = device.place.numa_node;
+    nic.gbit_per_s = device.gbit_per_s;
+  }
+  nic.unusable_because = why_unfit(info, kind);
   return nic;
 }
 

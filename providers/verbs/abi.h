@@ -131,6 +131,18 @@ struct SrqInitAttr {
   void* srq_context;
   uint32_t max_wr, max_sge, srq_limit;
 };
+struct DeviceAttr {
+  char fw_ver[64];
+  uint64_t node_guid, sys_image_guid, max_mr_size, page_size_cap;
+  uint32_t vendor_id, vendor_part_id, hw_ver;
+  int max_qp, max_qp_wr;
+  unsigned device_cap_flags;
+  int max_sge, max_sge_rd, max_cq, max_cqe, max_mr, max_pd, max_qp_rd_atom, max_ee_rd_atom, max_res_rd_atom,
+      max_qp_init_rd_atom;
+  int after[16];
+  uint16_t max_pkeys;
+  uint8_t local_ca_ack_delay, phys_port_cnt;
+};
 struct PortAttr {
   int state, max_mtu, active_mtu, gid_tbl_len;
   uint32_t port_cap_flags, max_msg_sz, bad_pkey_cntr, qkey_viol_cntr;
@@ -143,7 +155,8 @@ struct PortAttr {
 constexpr int kOpWrite = 0, kOpWriteImm = 1, kOpSend = 2, kOpRead = 4;
 constexpr unsigned kSendSignaled = 2, kSendInline = 8;
 constexpr int kWcRecv = 128, kWcRecvWriteImm = 129;
-constexpr int kWcFlushed = 5, kWcRetryExceeded = 12, kWcRnrExceeded = 13;
+constexpr int kWcLengthError = 1, kWcProtectionError = 4, kWcFlushed = 5, kWcAccessError = 8,
+              kWcRemoteAccessError = 10, kWcRetryExceeded = 12, kWcRnrExceeded = 13;
 constexpr int kStateReset = 0, kStateInit = 1, kStateRtr = 2, kStateRts = 3, kStateError = 6;
 constexpr int kTypeRc = 2, kTypeUd = 4;
 constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4, kAccessRemoteAtomic = 8,

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "providers/verbs/connect.h"
 
+#include <algorithm>
+
 #include "base/config.h"
 
 namespace weft::provider::ib {
 namespace {
 
-constexpr uint8_t kRnrRetriesForEver = 7, kReadDepth = 16, kHopLimit = 255;
+constexpr uint8_t kRnrRetriesForEver = 7, kHopLimit = 255;
 constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
 
 uint8_t given_or(int64_t given, int64_t usual) {
@@ -55,6 +57,10 @@ AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there) {
   return ah;
 }
 
+uint8_t reads_of(int limit) {
+  return static_cast<uint8_t>(std::clamp<int>(limit, 1, kReadDepth));
+}
+
 bool to_init(const Library& library, Qp* qp, uint8_t port, int access) {
   QpAttr attr{};
   attr.qp_state = kStateInit;
@@ -70,7 +76,7 @@ bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
   attr.path_mtu = mtu;
   attr.dest_qp_num = connection.qpn;
   attr.rq_psn = connection.receive_psn;
-  attr.max_dest_rd_atomic = kReadDepth;
+  attr.max_dest_rd_atomic = connection.reads_in;
   attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
   attr.ah_attr = route;
   int mask = kMaskState | kMaskAv | kMaskMtu | kMaskDestQpn | kMaskRqPsn | kMaskDestRdAtomic | kMaskRnrTimer;
@@ -81,7 +87,7 @@ bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
   attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
   attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
   attr.sq_psn = connection.send_psn;
-  attr.max_rd_atomic = kReadDepth;
+  attr.max_rd_atomic = connection.reads_out;
   mask = kMaskState | kMaskTimeout | kMaskRetry | kMaskRnrRetry | kMaskSqPsn | kMaskRdAtomic;
   return library.modify_qp(qp, &attr, mask) == 0;
 }

@@ -29,11 +29,18 @@ struct PortPlace {
 };
 AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there);
 
+inline constexpr uint8_t kReadDepth = 16;
+// What a device says of reads, as attributes of queue pairs take it: from 1 to kReadDepth.
+uint8_t reads_of(int limit);
+
 // The two ends of a reliable connection.
 struct Connection {
   uint32_t qpn = 0;          // theirs
   uint32_t receive_psn = 0;  // what they send begins with
   uint32_t send_psn = 0;     // ... and what is sent to them
+  uint8_t reads_out =
+      kReadDepth;                 // that are under way at a time: as many as this NIC makes and theirs takes,
+  uint8_t reads_in = kReadDepth;  // and of theirs
 };
 // Reset to init, and init to ready to send. False: errno says why.
 bool to_init(const Library& library, Qp* qp, uint8_t port, int access);

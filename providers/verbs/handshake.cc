@@ -4,6 +4,7 @@
 // its queue pair to the one that the handshake names.
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -13,13 +14,14 @@
 namespace weft::provider {
 namespace {
 
-constexpr uint32_t kQkeyMax = 0x7fffffff;            // those above are the operating system's
-constexpr auto kJoinFor = std::chrono::seconds(60);  // a link that the engine never asked for
+constexpr uint32_t kQkeyMax = 0x7fffffff;                    // those above are the operating system's
+constexpr auto kJoinFor = std::chrono::seconds(60);          // a link that the engine never asked for
+constexpr auto kQuietRound = std::chrono::milliseconds(10);  // while no link has anything to do
 constexpr auto kHandshakePauseLast = std::chrono::milliseconds(200);
 
 // Whether its sender takes what this link sends.
 bool has_heard(const Handshake& handshake, const Link& link) {
-  return handshake.heard_qpn == link.qp->qp_num && handshake.heard_nonce == link.nonce;
+  return handshake.heard_qpn == link.qpn() && handshake.heard_nonce == link.nonce;
 }
 
 }  // namespace
@@ -29,10 +31,17 @@ Status VerbsRail::open_handshake_qp() {
   handshake_qp_ = ib_.create_qp(pd_, &init);
   if (!handshake_qp_)
     return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
+  place_.qkey = static_cast<uint32_t>(random_key()) & kQkeyMax;  // for good: it is a part of the address
+  if (!start_handshake_qp())
+    return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
+  place_.handshake_qpn = handshake_qp_->qp_num;
+  return {};
+}
+
+bool VerbsRail::start_handshake_qp() {
   ib::QpAttr attr{};
   attr.qp_state = ib::kStateInit;
   attr.port_num = port_;
-  place_.qkey = static_cast<uint32_t>(random_key()) & kQkeyMax;
   attr.qkey = place_.qkey;
   bool worked = ib_.modify_qp(handshake_qp_, &attr,
                               ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
@@ -41,10 +50,12 @@ Status VerbsRail::open_handshake_qp() {
   attr.qp_state = ib::kStateRts;
   attr.sq_psn = static_cast<uint32_t>(random_key()) & 0xffffff;
   worked = worked && ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
-  if (!worked)
-    return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
-  place_.handshake_qpn = handshake_qp_->qp_num;
-  return {};
+  free_handshakes_.clear();
+  for (uint32_t i = 0; i < kHandshakes && worked; ++i) {
+    worked = repost_handshake(i);
+    free_handshakes_.push_back(kHandshakes + i);
+  }
+  return worked;
 }
 
 Proof VerbsRail::prove_handshake(const Handshake& handshake, const Place& to) const {
@@ -70,30 +81,41 @@ Link* VerbsRail::live_link(const Place& there) {
 }
 
 Result<size_t> VerbsRail::link_to(const Place& there) {
-  if (const Link* known = live_link(there)) return by_qp_.at(known->qp->qp_num);
+  for (size_t i = 0; i < links_.size(); ++i)
+    if (links_[i].state != LinkState::kBroken && links_[i].there.same_as(there)) return i;
   Link link;
   link.there = there;
-  link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
-  link.number = ++links_made_;
   link.nonce = random_nonce();
+  link.line.dial(there.gid, there.line_port);
   ib::AhAttr ah = route_to(there);
   link.ah = ib_.create_ah(pd_, &ah);
-  ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
-  if (link.ah) link.qp = ib_.create_qp(pd_, &init);
-  if (!link.qp || !to_init(link.qp)) {
+  if (!link.ah || !make_queue_pair(link)) {
     Status status = Status::from_errno(errno, "verbs: making a queue pair on {}", nic_.name);
-    if (link.qp) ib_.destroy_qp(link.qp);
     if (link.ah) ib_.destroy_ah(link.ah);
     return logged(std::move(status));
   }
   size_t index = 0;
-  while (index < links_.size() &&
-         (links_[index].state != LinkState::kBroken || links_[index].is_used || links_[index].qp))
+  while (index < links_.size() && (links_[index].state != LinkState::kBroken || links_[index].is_used))
     ++index;
   if (index == links_.size()) links_.emplace_back();
-  links_[index] = link;
   by_qp_[link.qp->qp_num] = index;
+  are_links_quiet_ = false;
+  links_[index] = std::move(link);
   return index;
+}
+
+bool VerbsRail::make_queue_pair(Link& link) {
+  link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
+  link.number = ++links_made_;
+  ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
+  ib::Qp* const qp = ib_.create_qp(pd_, &init);
+  if (!qp) return false;
+  if (!to_init(qp)) {
+    ib_.destroy_qp(qp);
+    return false;
+  }
+  link.qp = qp;
+  return true;
 }
 
 Link* VerbsRail::link_of(uint32_t qpn) {
@@ -107,38 +129,31 @@ bool VerbsRail::to_init(ib::Qp* qp) {
 
 bool VerbsRail::join(Link& link, const Handshake& handshake) {
   if (link.state == LinkState::kUp) {  // to one that has been given up since
-    ib::QpAttr attr{};
-    attr.qp_state = ib::kStateReset;
-    if (ib_.modify_qp(link.qp, &attr, ib::kMaskState) != 0 || !to_init(link.qp)) return false;
+    if (!start_over(link.qp)) return false;
+    link.state = LinkState::kHandshaking;
+  }
+  if (!bring_up(link, handshake.qpn, handshake.psn)) {
+    const int error = errno;
+    start_over(link.qp);  // it may be half-way
+    errno = error;
+    return false;
   }
   link.state = LinkState::kUp;
   link.their_qpn = handshake.qpn;
   link.their_number = handshake.number;
   link.their_nonce = handshake.nonce;
-  return bring_up(link, handshake.qpn, handshake.psn);
+  return confirm(link, handshake.received);
+}
+
+bool VerbsRail::start_over(ib::Qp* qp) {
+  ib::QpAttr attr{};
+  attr.qp_state = ib::kStateReset;
+  return ib_.modify_qp(qp, &attr, ib::kMaskState) == 0 && to_init(qp);
 }
 
 bool VerbsRail::bring_up(Link& link, uint32_t qpn, uint32_t psn) {
   return ib::to_ready(ib_, link.qp, route_to(link.there), std::min(place_.mtu, link.there.mtu),
-                      {qpn, psn, link.psn});
-}
-
-void VerbsRail::break_link(Link& link) {
-  link.state = LinkState::kBroken;
-  link.owes_answer = link.answers_again = false;
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateError;
-  if (link.qp) ib_.modify_qp(link.qp, &attr, ib::kMaskState);  // what is under way comes back flushed
-  retire(link);
-}
-
-void VerbsRail::retire(Link& link) {
-  if (link.state != LinkState::kBroken || link.under_way || !link.qp) return;
-  by_qp_.erase(link.qp->qp_num);
-  ib_.destroy_qp(link.qp);
-  ib_.destroy_ah(link.ah);
-  link.qp = nullptr;
-  link.ah = nullptr;
+                      {qpn, psn, link.psn, std::min(reads_out_, link.there.reads_taken), place_.reads_taken});
 }
 
 bool VerbsRail::send_handshake(Link& link, bool is_answer) {
@@ -151,6 +166,8 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
   handshake.psn = link.psn;
   handshake.number = link.number;
   handshake.heard_qpn = link.their_qpn;
+  handshake.above = link.their_over;
+  handshake.received = link.received;
   handshake.nonce = link.nonce;
   handshake.heard_nonce = link.their_nonce;
   handshake.proof = prove_handshake(handshake, link.there);
@@ -173,18 +190,31 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
 
 void VerbsRail::send_handshakes() {
   const auto now = Clock::now();
+  if (are_links_quiet_ && now < next_round_) return;
+  are_links_quiet_ = true;
+  next_round_ = now + kQuietRound;
   for (Link& link : links_) {
+    if (now >= link.next_look && has_ended(link, now))
+      break_link(link, "its rail is gone: its process has ended, or its engine was closed");
+    if (link.state == LinkState::kConnected && link.posted < link.sent.size()) repeat(link);
     if (link.owes_answer && send_handshake(link, true)) link.owes_answer = false;
     if (link.answers_again && now >= link.next_answer && send_handshake(link, true))
       link.answers_again = false;
-    if (!is_joining(link.state)) continue;
-    if (!link.is_used && now - link.made > kJoinFor) {
-      break_link(link);
-    } else if (now >= link.next_handshake && send_handshake(link, false)) {
-      link.next_handshake = now + some_time(link.pause);
-      link.pause = std::min<Clock::duration>(link.pause * 2, kHandshakePauseLast);
-    }
+    if (is_joining(link.state)) ask_again(link, now);
+    are_links_quiet_ = are_links_quiet_ && !has_something_to_do(link);
   }
+}
+
+void VerbsRail::ask_again(Link& link, Clock::time_point now) {
+  if (!link.is_used && now - link.made > kJoinFor) return break_link(link, "nobody has asked for it");
+  if (now < link.next_handshake || !send_handshake(link, false)) return;
+  link.next_handshake = now + some_time(link.pause);
+  link.pause = std::min<Clock::duration>(link.pause * 2, kHandshakePauseLast);
+}
+
+bool VerbsRail::has_something_to_do(const Link& link) {
+  return is_joining(link.state) || link.owes_answer || link.answers_again ||
+         (link.state == LinkState::kConnected && link.posted < link.sent.size());
 }
 
 Clock::duration VerbsRail::some_time(Clock::duration usual) {
@@ -211,15 +241,36 @@ Link* VerbsRail::link_for(const Handshake& handshake) {
   Link* const known = live_link(handshake.from);
   if (handshake.is_answer && (!known || !has_heard(handshake, *known))) return nullptr;
   if (known && handshake.number < known->their_number) return nullptr;
-  if (known && known->state == LinkState::kConnected && handshake.qpn != known->their_qpn)
-    break_link(*known);  // they start anew; the engine hears of it by their hello
+  const bool is_other = known && known->their_nonce != Nonce{} && known->their_nonce != handshake.nonce;
+  const bool has_joined = known && known->their_qpn;
+  if (is_other && (known->state > LinkState::kUp || known->next_number || known->received)) {
+    break_link(*known, "the peer has made its connection anew");  // the engine hears of it by their hello
+  } else if (known && !is_other && is_over(*known, handshake)) {
+    return nullptr;
+  } else if (has_joined && !is_other && handshake.qpn != known->their_qpn) {
+    recover(*known, "the peer makes its connection again");
+    return nullptr;
+  }
   const auto found = link_to(handshake.from);
   return found.ok() ? &links_[*found] : nullptr;
 }
 
+// Whether a handshake is of a connection that is over, or for one: then another one has to come first.
+bool VerbsRail::is_over(Link& link, const Handshake& handshake) {
+  if (link.state == LinkState::kDraining || handshake.number <= link.their_over) return true;
+  if (link.number > handshake.above) return false;
+  recover(link, "the peer makes its connection again");
+  return true;
+}
+
 void VerbsRail::heed(Link& link, const Handshake& handshake) {
-  if (link.their_qpn != handshake.qpn && !join(link, handshake)) return break_link(link);
-  if (has_heard(handshake, link)) link.state = LinkState::kConnected;
+  are_links_quiet_ = false;
+  if (link.their_qpn != handshake.qpn &&
+      !join(link, handshake)) {  // a link that is down, perhaps: it is said again
+    if (link.why.empty()) link.why = text("joining the peer's queue pair: {}", std::strerror(errno));
+    return;
+  }
+  if (has_heard(handshake, link)) be_connected(link);
   if (handshake.is_answer) return;
   link.owes_answer = !send_handshake(link, true);
   link.answers_again = random_() % 2 == 0;

@@ -3,8 +3,11 @@
 // libibverbs at run time, and the choice of a GID.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 
 #include "base/config.h"
 #include "providers/verbs/library.h"
@@ -51,6 +54,7 @@ Result<Library> open_once() {
   find(library.destroy_qp, "ibv_destroy_qp", base);
   find(library.create_ah, "ibv_create_ah", base);
   find(library.destroy_ah, "ibv_destroy_ah", base);
+  find(library.query_device, "ibv_query_device", base);
   find(library.query_port, "ibv_query_port", base);
   find(library.query_gid, "ibv_query_gid", base);
   find(library.wc_status_str, "ibv_wc_status_str", base);
@@ -83,6 +87,26 @@ int choose_gid(const std::vector<GidEntry>& entries) {
       best_score = its;
     }
   return best;
+}
+
+uint32_t completion_entries_max() {
+  std::error_code error;
+  if (std::filesystem::is_empty("/sys/class/infiniband", error) || error) return 0;
+  const Result<Library> library = open_library();
+  if (!library.ok()) return 0;
+  uint32_t least = 0;
+  int count = 0;
+  Device** devices = library->get_device_list(&count);
+  for (int i = 0; devices && i < count; ++i) {
+    Context* context = library->open_device(devices[i]);
+    if (!context) continue;
+    DeviceAttr attr{};
+    if (library->query_device(context, &attr) == 0 && attr.max_cqe > 0)
+      least = std::min(least ? least : UINT32_MAX, static_cast<uint32_t>(attr.max_cqe));
+    library->close_device(context);
+  }
+  if (devices) library->free_device_list(devices);
+  return least;
 }
 
 Result<Library> open_library() {

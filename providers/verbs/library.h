@@ -11,4 +11,7 @@ namespace weft::provider::ib {
 
 Result<Library> open_library();
 
+// Entries that a completion queue may have on every RDMA device of this machine; 0: there is none.
+uint32_t completion_entries_max();
+
 }  // namespace weft::provider::ib

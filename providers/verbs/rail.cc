@@ -4,6 +4,7 @@
 #include "providers/verbs/rail.h"
 
 #include <arpa/inet.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,8 +13,24 @@
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "providers/verbs/connect.h"
 
 namespace weft::provider {
+
+namespace {
+
+// Of what a device has refused. Memory that it may reach is locked, and few systems let users lock much.
+Status failure(const std::string& what) {
+  const int error = errno;
+  rlimit locked{};
+  const bool is_memory = error == ENOMEM || error == EAGAIN || error == EPERM;
+  if (is_memory && getrlimit(RLIMIT_MEMLOCK, &locked) == 0 && locked.rlim_cur != RLIM_INFINITY)
+    return Status::from_errno(error, "verbs: {} (ulimit -l: {} KiB of locked memory)", what,
+                              locked.rlim_cur / 1024);
+  return Status::from_errno(error, "verbs: {}", what);
+}
+
+}  // namespace
 
 VerbsRail::~VerbsRail() {
   for (Link& link : links_) {
@@ -30,7 +47,7 @@ VerbsRail::~VerbsRail() {
 
 Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
   auto step = [&](const char* what, bool worked) {
-    return worked ? Status() : logged(Status::from_errno(errno, "verbs: {} on {}", what, nic_.name));
+    return worked ? Status() : logged(failure(text("{} on {}", what, nic_.name)));
   };
   WEFT_TRY(config_status());
   port_ = port;
@@ -39,6 +56,10 @@ Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
            gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index));
   context_ = ib_.open_device(device);
   WEFT_TRY(step("ibv_open_device", context_));
+  ib::DeviceAttr device_attr{};
+  WEFT_TRY(step("ibv_query_device", ib_.query_device(context_, &device_attr) == 0));
+  place_.reads_taken = ib::reads_of(device_attr.max_qp_rd_atom);
+  reads_out_ = ib::reads_of(device_attr.max_qp_init_rd_atom);
   ib::PortAttr attr{};
   WEFT_TRY(step("ibv_query_port", ib_.query_port(context_, port, &attr) == 0));
   pd_ = ib_.alloc_pd(context_);
@@ -54,6 +75,8 @@ Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
   place_.life = random_key();
   if (gid_index >= 0)
     WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
+  if (place_.is_ethernet) lifelines_ = ib::Listener::at(place_.gid);
+  place_.line_port = lifelines_.port();
   const size_t arena_bytes =
       size_t{kReceives} * kMessageBytes + 2 * kHandshakes * (kRouteHeaderBytes + sizeof(Handshake));
   arena_ = std::make_unique<char[]>(arena_bytes);
@@ -61,10 +84,6 @@ Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
   WEFT_TRY(step("ibv_reg_mr", arena_mr_));
   WEFT_TRY(open_handshake_qp());
   for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
-  for (uint32_t i = 0; i < kHandshakes; ++i) {
-    WEFT_TRY(step("ibv_post_recv", repost_handshake(i)));
-    free_handshakes_.push_back(kHandshakes + i);
-  }
   return {};
 }
 
@@ -86,7 +105,7 @@ Result<Route> VerbsRail::resolve(std::string_view address) {
 void VerbsRail::forget(Route route) {
   Link& link = links_[route];
   link.is_used = false;
-  break_link(link);
+  break_link(link, "it was given up");
 }
 
 Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
@@ -99,8 +118,7 @@ Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
     mr = ib_.reg_mr_iova2(pd_, range.data, range.bytes, reinterpret_cast<uint64_t>(range.data),
                           static_cast<unsigned>(flags | ib::kAccessRelaxedOrdering));
   if (!mr) mr = ib_.reg_mr(pd_, range.data, range.bytes, flags);
-  if (!mr)
-    return logged(Status::from_errno(errno, "verbs: registering {} bytes on {}", range.bytes, nic_.name));
+  if (!mr) return logged(failure(text("registering {} bytes on {}", range.bytes, nic_.name)));
   Registration made;
   made.handle = mr;
   made.lkey = reinterpret_cast<void*>(static_cast<uintptr_t>(mr->lkey));
@@ -120,10 +138,11 @@ Posted VerbsRail::post_write(const RmaOp& op) {
 }
 
 Posted VerbsRail::post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) {
-  ib::Sge part{reinterpret_cast<uint64_t>(data), static_cast<uint32_t>(bytes), key_of(lkey)};
-  ib::SendWr wr{};
-  wr.opcode = ib::kOpSend;
-  return post(links_[to], wr, part, context);
+  Sent sent;
+  sent.opcode = ib::kOpSend;
+  sent.part = {reinterpret_cast<uint64_t>(data), static_cast<uint32_t>(bytes), key_of(lkey)};
+  sent.context = context;
+  return post(links_[to], sent);
 }
 
 Posted VerbsRail::post_recv(void* data, uint64_t bytes, void*, Context* context) {
@@ -134,6 +153,7 @@ Posted VerbsRail::post_recv(void* data, uint64_t bytes, void*, Context* context)
 size_t VerbsRail::poll(Event* events, size_t max) {
   send_handshakes();
   size_t made = 0;
+  for (; made < max && !ready_.empty(); ready_.pop_front()) events[made++] = std::move(ready_.front());
   while (made < max && !messages_.empty() && !receives_.empty()) {
     deliver(messages_.front(), events[made++]);
     messages_.pop_front();
@@ -143,6 +163,10 @@ size_t VerbsRail::poll(Event* events, size_t max) {
   const int count = room ? context_->ops.poll_cq(cq_, room, entries) : 0;
   for (int i = 0; i < count; ++i)
     if (take(entries[i], events[made])) ++made;
+  if (count < room && (draining_ || are_handshakes_stopped_)) {
+    renew_drained();
+    restart_handshakes();
+  }
   return made;
 }
 
@@ -171,31 +195,30 @@ ib::Mr* VerbsRail::enroll_cuda(const Range& range, int flags) {
 }
 
 Posted VerbsRail::post_rma(const RmaOp& op, int opcode) {
-  ib::Sge part{reinterpret_cast<uint64_t>(op.piece.local), static_cast<uint32_t>(op.piece.bytes),
+  Sent sent;
+  sent.opcode = opcode;
+  sent.imm = htonl(static_cast<uint32_t>(op.imm));
+  sent.part = {reinterpret_cast<uint64_t>(op.piece.local), static_cast<uint32_t>(op.piece.bytes),
                key_of(op.piece.lkey)};
-  ib::SendWr wr{};
-  wr.opcode = opcode;
-  wr.imm_data = htonl(static_cast<uint32_t>(op.imm));
-  wr.wr.rdma.remote_addr = op.piece.remote;
-  wr.wr.rdma.rkey = static_cast<uint32_t>(op.piece.rkey);
-  return post(links_[op.to], wr, part, op.context);
+  sent.remote = op.piece.remote;
+  sent.rkey = static_cast<uint32_t>(op.piece.rkey);
+  sent.context = op.context;
+  return post(links_[op.to], sent);
 }
 
-Posted VerbsRail::post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* context) {
-  if (is_joining(link.state)) return Posted::kAgain;
+Posted VerbsRail::post(Link& link, Sent sent) {
   if (link.state == LinkState::kBroken) {
-    refusal_ = text("verbs: the connection on {} is broken", nic_.name);
+    refusal_ = text("verbs: the connection on {} is broken: {}", nic_.name, link.why);
     is_route_broken_ = true;
     return Posted::kFatal;
   }
-  wr.wr_id = reinterpret_cast<uint64_t>(context);
-  wr.sg_list = &part;
-  wr.num_sge = part.length ? 1 : 0;
-  wr.send_flags = ib::kSendSignaled;
-  ib::SendWr* bad = nullptr;
-  const int error = context_->ops.post_send(link.qp, &wr, &bad);
+  if (link.state != LinkState::kConnected || link.posted < link.sent.size()) return Posted::kAgain;
+  sent.number = link.next_number;
+  const int error = post_now(link, sent);
   if (error == 0) {
-    ++link.under_way;
+    ++link.next_number;
+    ++link.posted;
+    link.sent.push_back(sent);
     return Posted::kOk;
   }
   if (error == ENOMEM || error == EAGAIN) return Posted::kAgain;
@@ -204,35 +227,64 @@ Posted VerbsRail::post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* conte
   return Posted::kFatal;
 }
 
+int VerbsRail::post_now(Link& link, Sent& sent) {
+  ib::SendWr wr{}, *bad = nullptr;
+  wr.wr_id = kOperation + sent.number;
+  wr.sg_list = &sent.part;
+  wr.num_sge = sent.part.length ? 1 : 0;
+  wr.opcode = sent.opcode;
+  wr.send_flags = ib::kSendSignaled;
+  wr.imm_data = sent.imm;
+  wr.wr.rdma.remote_addr = sent.remote;
+  wr.wr.rdma.rkey = sent.rkey;
+  return context_->ops.post_send(link.qp, &wr, &bad);
+}
+
 bool VerbsRail::take(const ib::Wc& wc, Event& event) {
   event.peer_gone = false;
-  const bool is_receive = wc.status == 0 && (wc.opcode & ib::kWcRecv);
+  if (wc.wr_id >= kOperation) return take_sent(wc, event);
+  if (wc.wr_id >= kHandshakeSent) {
+    free_handshakes_.push_back(static_cast<uint32_t>(wc.wr_id - kHandshakeSent));
+    are_handshakes_stopped_ = are_handshakes_stopped_ || wc.status != 0;
+    return false;
+  }
   if (wc.qp_num == handshake_qp_->qp_num) {
-    if (wc.wr_id >= kHandshakeSent)
-      free_handshakes_.push_back(static_cast<uint32_t>(wc.wr_id - kHandshakeSent));
-    else if (is_receive)
-      on_handshake(wc);
+    if (wc.status == 0) on_handshake(wc);
+    are_handshakes_stopped_ = are_handshakes_stopped_ || wc.status != 0;
+    return false;
+  }
+  if (wc.status != 0) {  // of a connection that broke in the middle of a message
+    repost(static_cast<uint32_t>(wc.wr_id));
     return false;
   }
   Link* const link = link_of(wc.qp_num);
-  if (is_receive) {
-    if (link && link->state == LinkState::kUp) link->state = LinkState::kConnected;  // who sends is up
-    event.from = link ? by_qp_.at(wc.qp_num) : kNoRoute;
-    return take_receive(wc, event);
+  if (!link) {  // nobody counts it any more, so it is sent again where it matters
+    repost(static_cast<uint32_t>(wc.wr_id));
+    return false;
   }
-  if (wc.status != 0 && wc.wr_id < kReceives) return false;  // a receive that was flushed
-  if (link) --link->under_way;
-  event.context = reinterpret_cast<Context*>(wc.wr_id);
-  event.kind = wc.status == 0 ? EventKind::kDone : EventKind::kFailed;
+  if (link->state == LinkState::kUp) be_connected(*link);  // who sends is up
+  ++link->received;
+  event.from = by_qp_.at(wc.qp_num);
+  return take_receive(wc, event);
+}
+
+// The end of what was sent. A link's operations end in their order, so it is that of the first one, but where the
+// connection has broken since.
+bool VerbsRail::take_sent(const ib::Wc& wc, Event& event) {
+  Link* const link = link_of(wc.qp_num);
+  if (!link || link->posted == 0 || link->sent.front().number != wc.wr_id - kOperation) return false;
+  if (wc.status != 0) {
+    if (link->state == LinkState::kDraining) return false;  // it is to be repeated
+    const size_t before = link->sent.size();
+    take_failure(*link, wc, event);
+    return link->sent.size() < before;
+  }
+  event.context = link->sent.front().context;
+  event.kind = EventKind::kDone;
   event.bytes = wc.byte_len;
-  if (wc.status == 0) {
-    if (link) retire(*link);
-    return true;
-  }
-  event.peer_gone =
-      wc.status == ib::kWcRetryExceeded || wc.status == ib::kWcRnrExceeded || wc.status == ib::kWcFlushed;
-  event.text = text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
-  if (link) break_link(*link);  // a queue pair is in error after any failure
+  link->confirmed += link->sent.front().is_counted();
+  link->sent.pop_front();
+  --link->posted;
   return true;
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A rail of the verbs provider: one NIC port, with a reliable connection per peer. A connection is made by a
-// handshake of datagrams (handshake.cc); what is written, read and sent over it is in rail.cc.
+// A rail of the verbs provider: one NIC port, with a link per peer. A link outlives its reliable connection: one that
+// breaks is made again, and what was not confirmed is repeated (recovery.cc). A connection is made by a handshake of
+// datagrams (handshake.cc); what is written, read and sent over it is in rail.cc.
 // Threads: one at a time, as every Rail. Two ends find each other by their Place, which address() gives.
 #pragma once
 
@@ -17,6 +18,7 @@
 #include "base/paced_log.h"
 #include "base/proof.h"
 #include "base/random.h"
+#include "providers/verbs/lifeline.h"
 #include "providers/verbs/verbs.h"
 
 namespace weft::provider {
@@ -29,64 +31,99 @@ inline constexpr uint32_t kHandshakes = 64;        // datagram receives, and as 
 inline constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
 inline constexpr uint32_t kSendDepth = 512;
 inline constexpr auto kHandshakePauseFirst = std::chrono::milliseconds(5);  // between handshakes, at first
-inline constexpr uint64_t kHandshakeSent = uint64_t{1} << 32;  // wr_id of datagram sends, plus the buffer
+// wr_id of receives is their buffer's number, and of what is sent, beside that:
+inline constexpr uint64_t kHandshakeSent = uint64_t{1} << 32;  // datagrams: plus the buffer
+inline constexpr uint64_t kOperation = uint64_t{1} << 33;      // Sent::number
 
 // Where a rail is reached: what address() returns.
 struct Place {
-  char tag[4] = {'i', 'b', 'v', '2'};
+  char tag[4] = {'i', 'b', 'v', '3'};
   uint32_t handshake_qpn = 0;  // of its datagram queue pair
   Gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0;
   uint8_t is_ethernet = 0;
-  uint32_t qkey = 0;  // random; its NIC takes no datagram without it
-  uint64_t life = 0;  // another process at the same place has another one
+  uint32_t qkey = 0;        // random; its NIC takes no datagram without it
+  uint16_t line_port = 0;   // where it takes lifelines; 0: nowhere
+  uint8_t reads_taken = 0;  // of a peer at a time, over one connection
+  uint8_t unused[5] = {};   // places are compared byte by byte: no gap that nobody wrote
+  uint64_t life = 0;        // another process at the same place has another one
   bool same_as(const Place& o) const { return std::memcmp(this, &o, sizeof *this) == 0; }
 };
-static_assert(sizeof(Place) == 40);
+static_assert(sizeof(Place) == 48);
 
 // The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
 // gone. The proof is of everything before it and of the place it goes to, by the job's secret: so strangers cannot make
 // one. Who overhears one can send it again, which joins a link to where it was joined.
 struct Handshake {
-  char tag[4] = {'w', 'g', 'r', '4'};
+  char tag[4] = {'w', 'g', 'r', '5'};
   uint32_t is_answer = 0;
   Place from;
   uint32_t qpn = 0;
   uint32_t psn = 0;
-  uint32_t number = 0;     // of the sender's link: a later one has a higher number
+  uint32_t number = 0;     // of the sender's connection: a later one has a higher number
   uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
+  uint32_t above = 0;      // the receiver's connections up to this number are over
+  uint32_t received = 0;   // messages and immediates over all earlier connections of the link
   Nonce nonce{};           // of the sender's link,
   Nonce heard_nonce{};     // and of the link that it has heard; an answer without it is of another time
   Proof proof{};
 };
-static_assert(sizeof(Handshake) == 64 + 2 * sizeof(Nonce) + sizeof(Proof));
+static_assert(sizeof(Handshake) == 80 + 2 * sizeof(Nonce) + sizeof(Proof));
 
-// kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
-enum class LinkState { kHandshaking, kUp, kConnected, kBroken };
+// kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent. kDraining: the connection is
+// over, and what it has received is still being taken in. kBroken: the link is over, for good.
+enum class LinkState { kHandshaking, kUp, kConnected, kDraining, kBroken };
 
 inline bool is_joining(LinkState state) {
   return state == LinkState::kHandshaking || state == LinkState::kUp;
 }
 
+// What was posted and has not been confirmed.
+struct Sent {
+  uint64_t number = 0;  // in its link
+  int opcode = 0;
+  uint32_t imm = 0;  // in network order
+  ib::Sge part{};
+  uint64_t remote = 0;
+  uint32_t rkey = 0;
+  uint32_t failures = 0;
+  Context* context = nullptr;
+  // Whether the peer counts it in Handshake::received.
+  bool is_counted() const { return opcode == ib::kOpSend || opcode == ib::kOpWriteImm; }
+};
+
 struct Link {
   LinkState state = LinkState::kHandshaking;
   bool is_used = false;  // by the engine, through resolve()
   Place there;
-  ib::Qp* qp = nullptr;
+  ib::Qp* qp = nullptr;  // null while draining, at its end
+  uint32_t qp_gone = 0;  // ... and this is then its number
   ib::Ah* ah = nullptr;
   uint32_t psn = 0;
   uint32_t number = 0;
-  Nonce nonce{}, their_nonce{};
+  Nonce nonce{};           // the two of them name the link: another link to the same place has others
+  Nonce their_nonce{};     // zeros: not heard yet
   uint32_t their_qpn = 0;  // 0: joined to none yet
   uint32_t their_number = 0;
-  uint32_t under_way = 0;    // posted and not come back
+  uint32_t their_over = 0;  // their connections up to this number are over
+  std::deque<Sent> sent;    // in order; those of an earlier connection first, which are to be repeated
+  size_t posted = 0;        // so many of them, from the first one on, over this connection
+  uint64_t next_number = 0;
+  uint32_t confirmed = 0;  // of the counted ones, those that have left `sent`
+  uint32_t received = 0;   // counted ones of theirs
+  std::string why;         // why the connection broke, or could not be made: the first cause
+  ib::Lifeline line;
+  Clock::time_point next_look{};  // at the line
+  Clock::time_point ended{};      // when that was first seen to have ended
+  Clock::time_point drain_from{};
   bool owes_answer = false;  // to their handshake
   bool answers_again = false;
   Clock::time_point next_answer{};
   Clock::time_point made = Clock::now();
   Clock::time_point next_handshake{};
   Clock::duration pause = kHandshakePauseFirst;
+  uint32_t qpn() const { return qp ? qp->qp_num : qp_gone; }
 };
 
 class VerbsRail : public Rail {
@@ -137,6 +174,8 @@ class VerbsRail : public Rail {
   Status open_handshake_qp();
   Proof prove_handshake(const Handshake& handshake, const Place& to) const;
 
+  bool start_handshake_qp();
+
   bool repost(uint32_t i);
 
   bool repost_handshake(uint32_t i);
@@ -153,17 +192,45 @@ class VerbsRail : public Rail {
 
   Link* link_of(uint32_t qpn);
 
+  void forget_number(uint32_t qpn, const Link& link);
+
   bool to_init(ib::Qp* qp);
 
-  // Joins a link on which nothing was posted yet to the queue pair of a handshake.
+  // Joins a link on whose connection nothing was posted yet to the queue pair of a handshake.
   bool join(Link& link, const Handshake& handshake);
+
+  bool start_over(ib::Qp* qp);
 
   bool bring_up(Link& link, uint32_t qpn, uint32_t psn);
 
-  void break_link(Link& link);
+  // A queue pair for a link, with numbers of its own.
+  bool make_queue_pair(Link& link);
 
-  // Gives a broken link's queue pair back once nothing is under way on it.
-  void retire(Link& link);
+  // ---- recovery: what becomes of a connection that breaks
+  // Ends a connection, and makes another one once all that came over it has been counted.
+  void recover(Link& link, const std::string& why);
+
+  // Draining links whose last word has come get a new queue pair. The completion queue has just been seen empty.
+  void renew_drained();
+
+  // After a join: what the peer says that it has received is not repeated. False: that cannot be, and the link is broken.
+  bool confirm(Link& link, uint32_t received);
+
+  // Posts what is left of earlier connections; false while there is no room for all of it.
+  bool repeat(Link& link);
+
+  void be_connected(Link& link);
+
+  // Whether the process at the other end has ended, and what it said last has had the time to come.
+  bool has_ended(Link& link, Clock::time_point now);
+
+  // Ends a link for good: what is under way on it fails.
+  void break_link(Link& link, const std::string& why);
+
+  // The datagram queue pair stops after an error, such as a link that was down.
+  void restart_handshakes();
+
+  void take_failure(Link& link, const ib::Wc& wc, Event& event);
 
   // ---- handshake
   // False when there is no room now.
@@ -174,6 +241,12 @@ class VerbsRail : public Rail {
   // again and again on a network that loses them in a pattern.
   void send_handshakes();
 
+  // The handshake of a link that is not connected, when its time has come.
+  void ask_again(Link& link, Clock::time_point now);
+
+  // Before the next round, which is a while away as long as no link has.
+  static bool has_something_to_do(const Link& link);
+
   // Half of it to one and a half.
   Clock::duration some_time(Clock::duration usual);
 
@@ -182,14 +255,20 @@ class VerbsRail : public Rail {
   // Null: the handshake is of a link, or for one, that is gone.
   Link* link_for(const Handshake& handshake);
 
+  bool is_over(Link& link, const Handshake& handshake);
+
   void heed(Link& link, const Handshake& handshake);
 
   // ---- data
   Posted post_rma(const RmaOp& op, int opcode);
 
-  Posted post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* context);
+  Posted post(Link& link, Sent sent);
+
+  int post_now(Link& link, Sent& sent);
 
   bool take(const ib::Wc& wc, Event& event);
+
+  bool take_sent(const ib::Wc& wc, Event& event);
 
   bool take_receive(const ib::Wc& wc, Event& event);
 
@@ -209,6 +288,8 @@ class VerbsRail : public Rail {
   uint8_t port_ = 1;
   int gid_index_ = -1;
   Place place_;
+  ib::Listener lifelines_;
+  uint8_t reads_out_ = 1;                  // at a time, over one connection
   std::vector<uint32_t> free_handshakes_;  // buffers for sending
   std::minstd_rand random_{static_cast<uint32_t>(random_key())};
   std::deque<Link> links_;
@@ -216,6 +297,12 @@ class VerbsRail : public Rail {
   std::unordered_map<uint32_t, size_t> by_qp_;
   std::deque<Receive> receives_;
   std::deque<std::string> messages_;
+  std::deque<Event> ready_;  // of operations that ended by themselves
+  size_t draining_ = 0;      // links
+  bool are_links_quiet_ = false;
+  Clock::time_point next_round_{};
+  bool are_handshakes_stopped_ = false;
+  Clock::time_point next_restart_{};
   std::string refusal_;
   bool is_route_broken_ = false;  // what refusal_ says
 };

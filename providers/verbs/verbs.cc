@@ -10,6 +10,7 @@
 #include "providers/verbs/connect.h"
 #include "providers/verbs/library.h"
 #include "providers/verbs/rail.h"
+#include "topology/rdma_devices.h"
 
 namespace weft::provider {
 namespace {
@@ -83,6 +84,10 @@ class Verbs : public Provider {
     Nic nic;
     nic.provider = "verbs";
     nic.name = name;
+    const RdmaDevice device = rdma_device(name, port);
+    nic.pci = device.place.pci;
+    nic.numa_node = device.place.numa_node;
+    nic.gbit_per_s = device.gbit_per_s;
     nic.caps.ordered_writes = false;   // relaxed ordering is on
     nic.caps.source = Source::kRoute;  // each peer has a queue pair of its own
     nic.caps.device_memory = cuda_driver().ok();

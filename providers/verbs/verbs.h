@@ -42,6 +42,7 @@ struct Library {
   int (*destroy_qp)(Qp*) = nullptr;
   Ah* (*create_ah)(Pd*, AhAttr*) = nullptr;
   int (*destroy_ah)(Ah*) = nullptr;
+  int (*query_device)(Context*, DeviceAttr*) = nullptr;
   int (*query_port)(Context*, uint8_t port, PortAttr*) = nullptr;
   int (*query_gid)(Context*, uint8_t port, int index, Gid*) = nullptr;
   const char* (*wc_status_str)(int) = nullptr;

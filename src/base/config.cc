@@ -355,6 +355,14 @@ std::string shared_settings() {
   return lines;
 }
 
+VariableWhile::VariableWhile(const char* name, const std::string& value)
+    : name_(name), is_ours_(!std::getenv(name)) {
+  if (is_ours_) setenv(name, value.c_str(), 0);
+}
+VariableWhile::~VariableWhile() {
+  if (is_ours_) unsetenv(name_);
+}
+
 std::string expand_home(std::string_view path) {
   if (!path.starts_with("~/")) return std::string(path);
   const char* home = std::getenv("HOME");

@@ -99,7 +99,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(heartbeat_s, double, 1.0, "seconds without a message after which a peer gets a sign of life") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "seconds without a sign of life after which a peer is lost") \
   WEFT_OPTION(proxy_provider, std::string, "auto", "network of the proxy transport: fabric:tcp, fabric:shm, verbs, ...; auto takes hardware before software") \
-  WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; empty takes the first usable one") \
+  WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; a semicolon begins those of the host's next rank; empty takes one near the GPU, and ranks take turns") \
   WEFT_OPTION(proxies, int64_t, 0, "proxy threads per rank with port peers; 0 takes up to 4, no more than spare cores", between(0, 64)) \
   WEFT_OPTION(proxy_fifo, int64_t, 2048, "commands that fit the queue of a proxy thread; a power of two", between(2, 1 << 20)) \
   WEFT_OPTION(proxy_idle_s, double, 5.0, "a proxy thread without work looks only every 2 ms after so many seconds") \
@@ -167,6 +167,19 @@ std::vector<ForeignVariable> take_uccl_variables();
 
 // "WEFT_NAME=value" of each option that ranks must share, a line each, in the table's order.
 std::string shared_settings();
+
+// Gives another library's variable a value while that library reads it; one that the user has set stays. Not while other
+// threads read the environment.
+class VariableWhile {
+ public:
+  VariableWhile(const char* name, const std::string& value);
+  ~VariableWhile();
+  VariableWhile(const VariableWhile&) = delete;
+
+ private:
+  const char* name_;
+  bool is_ours_;
+};
 
 // A path with a leading ~/ replaced by the home folder (HOME, else the user database).
 std::string expand_home(std::string_view path);

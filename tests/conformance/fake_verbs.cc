@@ -45,6 +45,9 @@ struct Wire {
   uint32_t next = 100;
   uint32_t datagrams = 0;
   std::function<bool(uint32_t)> is_lost = lose_every_third;
+  uint32_t operations = 0;
+  int refused_state = -1;
+  std::function<FakeVerbsCut(uint32_t)> cut;
   const char* names[2] = {"fake0", "fake1"};
 };
 Wire& wire() {
@@ -73,6 +76,10 @@ bool is_reachable(const ib::SendWr& wr, const ib::Sge& part, int wanted) {
 }
 
 int send_datagram(FakeQp& from, const ib::SendWr& wr) {
+  if (from.state != ib::kStateRts) {
+    complete(from.send_cq, wr.wr_id, ib::kWcFlushed, ib::kOpSend, 0, from.qp_num);
+    return 0;
+  }
   complete(from.send_cq, wr.wr_id, 0, ib::kOpSend, 0, from.qp_num);
   const auto to = wire().qps.find(wr.wr.ud.remote_qpn);
   if (wire().is_lost(++wire().datagrams) || to == wire().qps.end() || to->second->receives.empty() ||
@@ -87,6 +94,10 @@ int send_datagram(FakeQp& from, const ib::SendWr& wr) {
 }
 
 int send_reliable(FakeQp& from, const ib::SendWr& wr) {
+  if (from.state == ib::kStateError) {  // a NIC takes it, and gives it back
+    complete(from.send_cq, wr.wr_id, ib::kWcFlushed, wr.opcode, 0, from.qp_num);
+    return 0;
+  }
   if (from.state != ib::kStateRts) return EINVAL;
   const ib::Sge part = wr.num_sge ? *wr.sg_list : ib::Sge{};
   auto fail = [&](int status) {
@@ -98,6 +109,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   if (found == wire().qps.end() || found->second->state < ib::kStateRtr ||
       found->second->state == ib::kStateError || found->second->peer != from.qp_num)
     return fail(ib::kWcRetryExceeded);
+  const FakeVerbsCut cut = wire().cut ? wire().cut(++wire().operations) : FakeVerbsCut::kNone;
+  if (cut == FakeVerbsCut::kBefore) return fail(ib::kWcRetryExceeded);
   FakeQp& to = *found->second;
   if (part.length && wire().keys.count(part.lkey) == 0) return fail(4);
   std::deque<Received>& receives = static_cast<FakeSrq*>(to.srq)->receives;
@@ -118,6 +131,7 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
     complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm,
              part.length, to.qp_num, wr.imm_data);
   }
+  if (cut == FakeVerbsCut::kAfter) return fail(ib::kWcRetryExceeded);
   complete(from.send_cq, wr.wr_id, 0, wr.opcode, part.length, from.qp_num);
   return 0;
 }
@@ -212,11 +226,17 @@ int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
   if (attr->qp_state == ib::kStateRts) needs |= is_rc ? to_rts : ib::kMaskSqPsn;
   const bool is_next = attr->qp_state == qp.state + 1 || attr->qp_state == ib::kStateError ||
                        attr->qp_state == ib::kStateReset;
-  if (mask != needs || !is_next) {
+  const bool are_reads_too_many = attr->max_rd_atomic > 4 || attr->max_dest_rd_atomic > 16;
+  if (attr->qp_state == wire().refused_state) {
+    wire().refused_state = -1;
+    return errno = EHOSTUNREACH;
+  }
+  if (mask != needs || !is_next || are_reads_too_many) {
     errno = EINVAL;
     return EINVAL;
   }
   qp.state = attr->qp_state;
+  if (qp.state == ib::kStateReset) qp.receives.clear();
   if (qp.state == ib::kStateInit && !is_rc) qp.qkey = attr->qkey;
   if (qp.state == ib::kStateRtr) qp.peer = attr->dest_qp_num;
   return 0;
@@ -243,7 +263,7 @@ int query_port(ib::Context*, uint8_t port, ib::PortAttr* attr) {
 int query_gid(ib::Context*, uint8_t, int index, ib::Gid* gid) {
   *gid = {};
   if (index == 0) gid->raw[0] = 0xfe, gid->raw[1] = 0x80, gid->raw[15] = 1;
-  if (index >= 2) gid->raw[10] = gid->raw[11] = 0xff, gid->raw[12] = 10, gid->raw[15] = 1;
+  if (index >= 2) gid->raw[10] = gid->raw[11] = 0xff, gid->raw[12] = 127, gid->raw[15] = 1;
   return 0;
 }
 
@@ -293,6 +313,13 @@ ib::Library fake_verbs_library() {
     delete reinterpret_cast<char*>(ah);
     return 0;
   };
+  library.query_device = [](ib::Context*, ib::DeviceAttr* attr) {
+    *attr = {};
+    attr->max_qp_rd_atom = 16;
+    attr->max_qp_init_rd_atom = 4;
+    attr->max_cqe = 32767;
+    return 0;
+  };
   library.query_port = query_port;
   library.query_gid = query_gid;
   library.wc_status_str = [](int) { return "fake status"; };
@@ -309,6 +336,31 @@ FakeVerbsLoss::FakeVerbsLoss(std::function<bool(uint32_t)> is_lost) {
 FakeVerbsLoss::~FakeVerbsLoss() {
   std::lock_guard lock(wire().mutex);
   wire().is_lost = lose_every_third;
+}
+
+FakeVerbsCuts::FakeVerbsCuts(std::function<FakeVerbsCut(uint32_t)> cut) {
+  std::lock_guard lock(wire().mutex);
+  wire().cut = std::move(cut);
+}
+FakeVerbsCuts::~FakeVerbsCuts() {
+  std::lock_guard lock(wire().mutex);
+  wire().cut = nullptr;
+}
+
+void fake_verbs_refuse_once(int state) {
+  std::lock_guard lock(wire().mutex);
+  wire().refused_state = state;
+}
+
+void fake_verbs_stop() {
+  std::lock_guard lock(wire().mutex);
+  for (auto& [number, qp] : wire().qps) {
+    if (qp->state == ib::kStateReset) continue;
+    qp->state = ib::kStateError;
+    for (const Received& receive : qp->receives)
+      complete(qp->recv_cq, receive.wr_id, ib::kWcFlushed, ib::kWcRecv, 0, number);
+    qp->receives.clear();
+  }
 }
 
 size_t fake_verbs_queue_pairs() {

@@ -21,6 +21,23 @@ class FakeVerbsLoss {
   ~FakeVerbsLoss();
 };
 
+// What becomes of an operation of a reliable connection that the wire cuts: it is not executed, or it is and nobody hears
+// of it. Either way the connection breaks, as after retries.
+enum class FakeVerbsCut { kNone, kBefore, kAfter };
+
+// While it lives, `cut` says what becomes of each such operation, by its number.
+class FakeVerbsCuts {
+ public:
+  explicit FakeVerbsCuts(std::function<FakeVerbsCut(uint32_t)> cut);
+  ~FakeVerbsCuts();
+};
+
+// The next queue pair that is to reach `state` does not, as when a neighbour cannot be resolved.
+void fake_verbs_refuse_once(int state);
+
+// What an interface that goes down does: every queue pair stops, those for datagrams too, and gives back what it had.
+void fake_verbs_stop();
+
 // How many there are now, over all devices.
 size_t fake_verbs_queue_pairs();
 

@@ -68,8 +68,10 @@ struct ProxyFixture {
 };
 inline constexpr const char* kTcp = "fabric:tcp";
 inline constexpr const char* kShm = "fabric:shm";
+inline constexpr const char* kVerbs = "verbs";
 using TcpFixture = ProxyFixture<kTcp>;
 using ShmFixture = ProxyFixture<kShm>;
+using VerbsFixture = ProxyFixture<kVerbs>;
 
 // Threads of one process, over a network that doubles packets or, with kReorders, delays and reorders them.
 // Not both: the bytes of a copy may not land after newer ones (providers/provider.h), immediates may.
@@ -344,10 +346,11 @@ struct NvshmemHybridFixture {
   static void tear_down() { NvshmemPortsFixture::tear_down(); }
 };
 
-using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture,
-                                  GinHybridFixture, NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture,
-                                  QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
+using Fixtures =
+    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
+                     NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture, QueueFixture,
+                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture, VerbsFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

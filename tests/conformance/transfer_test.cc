@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <filesystem>
 
 #include "providers/cuda/cuda.h"
 #include "tests/conformance/fake_verbs.h"
@@ -53,7 +54,11 @@ std::vector<Backend> backends() {
   all.push_back({"cuda_host_alone", []() -> Result<std::shared_ptr<provider::Provider>> {
                    return provider::make_cuda({.host_alone = true});
                  }});
-  for (const char* name : {"cuda", "fabric:tcp", "fabric:shm"}) {
+  std::vector<const char*> names = {"cuda", "fabric:tcp", "fabric:shm"};
+  std::error_code error;
+  if (!std::filesystem::is_empty("/sys/class/infiniband", error) && !error)
+    names.insert(names.end(), {"verbs", "fabric:verbs"});
+  for (const char* name : names) {
     std::string label = name;
     std::replace(label.begin(), label.end(), ':', '_');
     all.push_back({label, [name] { return provider::find_provider(name); }});

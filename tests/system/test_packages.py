@@ -51,6 +51,14 @@ def test_what_is_missing_is_listed_with_the_line_that_installs_it(tmp_path: Path
     assert not (path / "asked").exists()
 
 
+def test_without_what_guests_need_their_tests_do_not_begin(tmp_path: Path) -> None:
+    ran = packages("rdma", bare(tmp_path / "bin"))
+    assert ran.returncode == 1, ran.stdout
+    assert "packages: missing: QEMU: guests without KVM" in ran.stdout
+    (line,) = (line for line in ran.stdout.splitlines() if "to install: " in line)
+    assert "qemu-system-x86" in line and "busybox-static" in line, line
+
+
 def test_root_installs_what_is_missing_and_says_so_first(tmp_path: Path) -> None:
     path = bare(tmp_path / "bin")
     (path / "id").unlink()

@@ -27,6 +27,11 @@ static_assert(sizeof(QpAttr) == sizeof(ibv_qp_attr));
 static_assert(sizeof(SrqInitAttr) == sizeof(ibv_srq_init_attr));
 static_assert(sizeof(PortAttr) <=
               sizeof(ibv_port_attr));  // rdma-core 56 appended a field; the old symbol leaves it alone
+static_assert(sizeof(DeviceAttr) == sizeof(ibv_device_attr));
+SAME_PLACE(DeviceAttr, max_cqe, ibv_device_attr, max_cqe);
+SAME_PLACE(DeviceAttr, max_qp_rd_atom, ibv_device_attr, max_qp_rd_atom);
+SAME_PLACE(DeviceAttr, max_qp_init_rd_atom, ibv_device_attr, max_qp_init_rd_atom);
+SAME_PLACE(DeviceAttr, phys_port_cnt, ibv_device_attr, phys_port_cnt);
 SAME_PLACE(Context, ops.poll_cq, ibv_context, ops.poll_cq);
 SAME_PLACE(Context, ops.post_srq_recv, ibv_context, ops.post_srq_recv);
 SAME_PLACE(Context, ops.post_send, ibv_context, ops.post_send);
@@ -55,6 +60,10 @@ SAME_VALUE(kOpRead, IBV_WR_RDMA_READ);
 SAME_VALUE(kSendSignaled, IBV_SEND_SIGNALED);
 SAME_VALUE(kWcRecv, IBV_WC_RECV);
 SAME_VALUE(kWcRecvWriteImm, IBV_WC_RECV_RDMA_WITH_IMM);
+SAME_VALUE(kWcLengthError, IBV_WC_LOC_LEN_ERR);
+SAME_VALUE(kWcProtectionError, IBV_WC_LOC_PROT_ERR);
+SAME_VALUE(kWcAccessError, IBV_WC_LOC_ACCESS_ERR);
+SAME_VALUE(kWcRemoteAccessError, IBV_WC_REM_ACCESS_ERR);
 SAME_VALUE(kWcFlushed, IBV_WC_WR_FLUSH_ERR);
 SAME_VALUE(kWcRetryExceeded, IBV_WC_RETRY_EXC_ERR);
 SAME_VALUE(kWcRnrExceeded, IBV_WC_RNR_RETRY_EXC_ERR);

@@ -189,6 +189,14 @@ class ProxyLink : public Link {
         timeout_s_(group.timeout_s),
         peers_(group.peers) {}
 
+  static RankPlace place_of_rank(const Group& group) {
+    const RankFacts& self = (*group.facts)[static_cast<size_t>(group.rank)];
+    RankPlace here{{self.gpu, self.numa_node}, 0};
+    for (int rank = 0; rank < group.rank; ++rank)
+      here.index += (*group.facts)[static_cast<size_t>(rank)].host == self.host;
+    return here;
+  }
+
   Deadline farewell() const { return Deadline::after_s(std::min(kFarewell_s, timeout_s_)); }
 
   // What this rank can do by itself: memory, engine, threads.
@@ -196,7 +204,8 @@ class ProxyLink : public Link {
     const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
     if (ranks_ > static_cast<int>(kPeersMax))
       return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
-    WEFT_TRY_ASSIGN(const Network network, choose_network(config().proxy_provider, config().proxy_nics));
+    WEFT_TRY_ASSIGN(const Network network,
+                    choose_network(config().proxy_provider, config().proxy_nics, place_of_rank(group)));
     transfer::Options options;
     options.provider = network.provider;
     options.nics = network.nics;
@@ -207,6 +216,7 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
     lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
              std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
+    if_unreached_ = network.if_unreached;
     traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     is_crowded_ = device.is_host() && proxies == 1 && cores_per_rank(ranks_on_host(group)) < 2;
@@ -282,9 +292,12 @@ class ProxyLink : public Link {
     for (int peer : peers_) {
       const std::string& address = addresses[static_cast<size_t>(peer)];
       if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
-      WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
-      connected_[peer] = connected;
-      WEFT_TRY(queues_[peer]->connect(std::move(connected)));
+      auto connected = engine_->connect(address, Deadline::after_s(timeout_s_));
+      if (!connected.ok() && connected.status().code() == Code::kPeerLost)
+        return Status(Code::kPeerLost, connected.status().message() + if_unreached_);
+      WEFT_TRY(connected.status());
+      connected_[peer] = *connected;
+      WEFT_TRY(queues_[peer]->connect(std::move(*connected)));
     }
     return Status();
   }
@@ -365,7 +378,8 @@ class ProxyLink : public Link {
   std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
   std::atomic<bool> has_gone_{false};
   bool is_finished_ = false;
-  bool is_crowded_ = false;  // fewer than two cores for each rank, and one proxy for all peers
+  std::string if_unreached_;  // Network::if_unreached
+  bool is_crowded_ = false;   // fewer than two cores for each rank, and one proxy for all peers
   std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
   std::thread helper_;
   std::atomic<bool> stop_helper_{false};

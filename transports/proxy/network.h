@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The network under the proxy transport: which provider and NICs, and how much may be under way on them.
-//   WEFT_TRY_ASSIGN(const Network network, choose_network(config().proxy_provider, config().proxy_nics));
+//   WEFT_TRY_ASSIGN(const Network network, choose_network(config().proxy_provider, config().proxy_nics, place));
 // Threads: any.
 #pragma once
 
@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "providers/provider.h"
+#include "topology/rdma_devices.h"
 
 namespace weft::proxy {
 
@@ -32,11 +33,25 @@ struct Network {
   std::vector<provider::Nic> nics;
   Pace pace;
   std::string why_provider, why_nics;  // for people: why these
+  std::string if_unreached = {};       // ... and what to do where a peer cannot be reached
 };
 
-// `wanted` is a provider's name or "auto", `nics` names with commas between, or empty for the first usable
-// one. Errors: kInvalid for a name that does not exist, kUnsupported where no NIC is usable, with the
-// reasons.
-Result<Network> choose_network(const std::string& wanted, const std::string& nics);
+// What a rank is near to, and which of its host's ranks it is.
+struct RankPlace {
+  DevicePlace place;   // of its GPU; without one, the processor's node
+  uint32_t index = 0;  // among the ranks of its host
+};
+
+// Of the usable NICs those that are nearest to the rank, of these the fastest, and of these one by turns: so the ranks of
+// a host spread over its NICs. The first one where nobody knows where they sit, as of interfaces of TCP. Reads
+// nothing but sysfs.
+const provider::Nic& nearest_nic(const std::vector<provider::Nic>& usable, const RankPlace& rank,
+                                 const std::string& sysfs = "/sys");
+
+// `wanted` is a provider's name or "auto". `nics` has names with commas between; a semicolon begins those of the host's
+// next rank; empty: nearest_nic(). Errors: kInvalid for a name that does not exist, kUnsupported where no NIC is usable,
+// with the reasons.
+Result<Network> choose_network(const std::string& wanted, const std::string& nics,
+                               const RankPlace& rank = {});
 
 }  // namespace weft::proxy

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guests for the tests of this folder; make test-rdma runs them. Elsewhere they are skipped, for one reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from guests import MENDED, Cluster, Guest, Image
+
+REASON = "two guests with software RoCE: make test-rdma runs these"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Name the folder of what guests boot."""
+    parser.addoption("--rdma-image", type=Path, metavar="FOLDER", help="what tools/rdma-image made")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip every test of this folder where no guests are to be had."""
+    if config.getoption("--rdma-image", None) is None:
+        for item in items:
+            if Path(item.path).parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(scope="session")
+def image(pytestconfig: pytest.Config) -> Image:
+    """Return what guests boot."""
+    return Image(pytestconfig.getoption("--rdma-image").resolve())
+
+
+@pytest.fixture(scope="session")
+def cluster(image: Image) -> Iterator[Cluster]:
+    """Boot two guests with two NICs each, for as long as the tests run."""
+    made = Cluster(image, cards=2)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def guests(cluster: Cluster) -> list[Guest]:
+    """Return both guests, with cables in place; one that a test has ended is booted again."""
+    for guest in cluster.guests:
+        if not guest.is_up():
+            cluster.again(guest.number)
+    jobs = [guest.start(MENDED) for guest in cluster.guests]
+    for job in jobs:
+        job.wait(60)
+    return cluster.guests
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """Return the line that starts this Python, with this Weft, in a guest."""
+    return f"PYTHONPATH={os.pathsep.join(path for path in sys.path if path)} {sys.executable}"

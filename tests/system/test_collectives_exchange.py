@@ -176,13 +176,14 @@ def test_calls_of_all_kinds_follow_each_other_and_all_ranks_get_the_same_bits() 
 
 def _missing(rank: Rank, way: str) -> str:
     comm = Communicator(rank.group, timeout_s=60)
+    patient, impatient = (Collectives(comm.core, timeout_s=seconds) for seconds in (60, 0.5))
     choice = parse_variant(f"allgather_allpairs {way}").choice(rank.size, False)
-    Collectives(comm.core, timeout_s=60).all_gather(torch.ones(64), algorithm=choice)
+    patient.all_gather(torch.ones(64), algorithm=choice)
     rank.meet()
     story = ""
     if rank.rank != 1:
         with pytest.raises(PeerLost) as caught:
-            Collectives(comm.core, timeout_s=0.5).all_gather(torch.ones(64), algorithm=choice)
+            impatient.all_gather(torch.ones(64), algorithm=choice)
         story = str(caught.value)
     rank.meet()
     return story

@@ -304,15 +304,16 @@ def test_roots_that_differ_are_named_and_do_not_mix(pool: RankPool, name: str, w
 
 def _away(rank: Rank, name: str, way: str, who: int) -> str:
     comm = Communicator(rank.group, timeout_s=60)
+    patient, impatient = (Collectives(comm.core, timeout_s=seconds) for seconds in (60, 0.5))
     window = Window(comm, 4 << 20)
     tensor = window.tensor(rank.rank, (50_000,), torch.float32)
     choice = parse_variant(f"{name}_flat {way}").choice(rank.size, True, 1)
-    getattr(Collectives(comm.core, timeout_s=60), name)(tensor, 1, algorithm=choice)
+    getattr(patient, name)(tensor, 1, algorithm=choice)
     rank.meet()
     story = ""
     if rank.rank != who:
         with pytest.raises(PeerLost) as caught:
-            getattr(Collectives(comm.core, timeout_s=0.5), name)(tensor, 1, algorithm=choice)
+            getattr(impatient, name)(tensor, 1, algorithm=choice)
         story = str(caught.value)
     rank.meet()
     return story

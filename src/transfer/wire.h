@@ -80,7 +80,8 @@ struct Address {
   EngineId engine;
   std::string name;
   std::string provider;
-  Nonce mark{};         // mark_of() its job's secret: an engine with another one sees that here, and need not connect
+  Nonce
+      mark{};  // mark_of() its job's secret: an engine with another one sees that here, and need not connect
   ProcessName process;  // that the engine is in
   std::vector<std::string> rails;
 };

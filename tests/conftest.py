@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections import Counter
@@ -55,10 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "group(name): one worker takes these tests, others the rest of their file"
     )
     if config.option.workers > 1:
-        importlib.import_module(
-            "torch._dynamo"
-        )  # each rank that makes an optimizer would import it, for 5 s of CPU
-
         config.pluginmanager.register(workers.Workers(config.option.workers), "workers")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of tests without the imports of torch, 3 to 9 s of CPU each: forks of one process that has made them.
+"""Programs of tests without their import of torch, 3 s of CPU each: forks of one process that has it.
 
     with zygote.started(cpu_s):     # conftest.py, around all tests that start programs
         subprocess.run([quick_python.py, "-m", "weft", "info"])
@@ -232,7 +232,6 @@ if __name__ == "__main__":
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own_path = [entry for entry in sys.path[1:] if entry not in given]  # the first is this file's folder
     import torch
-    import torch._dynamo  # which every optimizer imports, for 5 s
     import torch.distributed
 
     with contextlib.suppress(ModuleNotFoundError):

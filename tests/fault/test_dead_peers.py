@@ -139,7 +139,7 @@ def test_ranks_that_return_at_different_times_are_not_missed() -> None:
 LEAVER = """
 import sys, time
 import weft
-from weft.runtime.bootstrap_tcp import TcpAddress
+from weft.runtime.bootstrap import TcpAddress
 rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 comm = weft.Communicator(TcpAddress("127.0.0.1:" + port, rank, 3), timeout_s=100)
 for _ in range(20):

@@ -150,7 +150,7 @@ def shrink(rank: Rank, number: int, wire: str) -> None:
         slot_rows = CASE.x(rank.rank).unsqueeze(1).expand(-1, CASE.top_k, -1)
         assert calc_diff(combined, oracle.ll_combine(slot_rows, kept_idx, weights)) < 1e-5
     assert time.monotonic() - start < 2 * TIMEOUT_S, "a masked rank is not waited for again"
-    assert log.read_text().count(f"rank {LOST} stayed silent for {TIMEOUT_S} s in a low-latency call") == 1
+    assert log.read_text().count(f"rank {LOST} stayed silent for {TIMEOUT_S:g} s in a low-latency call") == 1
     torch.distributed.barrier(group=survivors)
     buffer.destroy()  # by all that are left
     assert buffer.runtime is None

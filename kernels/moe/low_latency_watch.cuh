@@ -85,15 +85,21 @@ class Watcher {
     return from(source, c_.mesh.local(), offset);
   }
   WEFT_DEVICE Watched from(uint32_t source, const std::byte* window, uint64_t offset) const {
-    if (source == c_.mesh.rank()) return {};
-    return {reinterpret_cast<const uint64_t*>(window + offset),
+    const int64_t places = records_of(c_.mesh, source);
+    if (source == c_.mesh.rank() || is_told_here(source)) return {};
+    return {reinterpret_cast<const uint64_t*>(window + places + offset),
             reinterpret_cast<uint64_t*>(control_at(c_.a.call, c_.mesh, offset))};
+  }
+
+  // Where windows have two parts the board is the window's own control area: near peers store there.
+  WEFT_DEVICE bool is_told_here(uint32_t source) const {
+    return port_places(c_.mesh).records != 0 && !is_port(c_.mesh, source);
   }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
                             (uint64_t{epoch_.parity} * c_.ranks() + source) * sizeof(LowLatencyHandshake);
-    const auto* from = reinterpret_cast<const Vec16*>(c_.mesh.local() + offset);
+    const auto* from = reinterpret_cast<const Vec16*>(c_.mesh.local() + records_of(c_.mesh, source) + offset);
     auto* to = reinterpret_cast<Vec16*>(control_at(c_.a.call, c_.mesh, offset));
     for (uint32_t i = 0; i < sizeof(LowLatencyHandshake) / sizeof(Vec16); ++i)
       store_vec(to + i, load_vec_fresh(from + i));

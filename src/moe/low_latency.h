@@ -228,7 +228,10 @@ class LowLatency {
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
-  bool has_board() const { return has_ports() && terms_.board != nullptr; }
+  // Whether a block watches for the others, and copies what ports tell to where they look.
+  bool has_board() const {
+    return has_ports() && (terms_.board != nullptr || (limits_.is_cuda && window_->has_host_part()));
+  }
   // Of this rank's control area, where its kernels look.
   std::byte* control() const;
   LowLatencyBoard board(uint64_t own_bytes) const;

@@ -39,10 +39,12 @@ const Pace& pace_of(std::string_view nic_name) {
   return *std::ranges::find_if(paces(), [&](const Pace& pace) { return nic_name.starts_with(pace.family); });
 }
 
-Result<Network> choose_network(const std::string& wanted, const std::string& nics) {
+Result<Network> choose_network(const std::string& wanted, const std::string& nics, Device device) {
   WEFT_TRY_ASSIGN(std::shared_ptr<provider::Provider> found, provider::find_provider(wanted));
   Network network{std::move(found), {}, paces().back(), {}, {}};
-  const std::vector<std::string> names = split(nics);
+  std::vector<std::string> names = split(nics);
+  const bool is_of_device = names.empty() && network.provider->name() == "cuda" && !device.is_host();
+  if (is_of_device) names = {text("{}", device)};
   std::string known, others;
   for (const provider::Nic& nic : network.provider->probe()) {
     known += text("{}{}{}", known.empty() ? "" : ", ", nic.name,
@@ -57,7 +59,8 @@ Result<Network> choose_network(const std::string& wanted, const std::string& nic
     return Status::make(Code::kUnsupported, "{}: got WEFT_PROXY_NICS='{}', allowed: {}",
                         network.provider->name(), nics, known);
   network.why_provider = wanted == "auto" ? "the first that is usable" : "WEFT_PROXY_PROVIDER";
-  network.why_nics = !names.empty()   ? "WEFT_PROXY_NICS"
+  network.why_nics = is_of_device     ? "the rank's own"
+                     : !names.empty() ? "WEFT_PROXY_NICS"
                      : others.empty() ? "the only one that is usable"
                                       : "the first that is usable; also there: " + others;
   network.pace = pace_of(network.nics[0].name);

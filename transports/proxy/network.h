@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/device.h"
 #include "base/status.h"
 #include "providers/provider.h"
 
@@ -37,6 +38,7 @@ struct Network {
 // `wanted` is a provider's name or "auto", `nics` names with commas between, or empty for the first usable
 // one. Errors: kInvalid for a name that does not exist, kUnsupported where no NIC is usable, with the
 // reasons.
-Result<Network> choose_network(const std::string& wanted, const std::string& nics);
+// Where NICs are GPUs themselves (`cuda:0`) and none is named, that of `device` is taken.
+Result<Network> choose_network(const std::string& wanted, const std::string& nics, Device device = {});
 
 }  // namespace weft::proxy

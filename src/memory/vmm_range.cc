@@ -92,7 +92,7 @@ class VmmRange : public MappedRange {
         driver.cuMemExportToShareableHandle(&fd, segment.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
         "share a window segment of cuda:{}", ordinal_)));
     Parcel offer{"", FileDescriptor(fd)};
-    WEFT_TRY(map(driver, segment.handle, bytes));
+    WEFT_TRY(map(driver, segment.handle, bytes, true));
     if (is_host_part) {
       std::memset(reinterpret_cast<void*>(host_at()), 0, bytes);
       return offer;
@@ -117,7 +117,7 @@ class VmmRange : public MappedRange {
     WEFT_TRY(logged(cuda_status(driver.cuMemImportFromShareableHandle(
                                     &segment.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                                 "import a peer's window segment of {} bytes on cuda:{}", bytes, ordinal_)));
-    return map(driver, segment.handle, bytes);
+    return map(driver, segment.handle, bytes, false);
   }
 
   void cut(uint64_t bytes) override {
@@ -135,7 +135,7 @@ class VmmRange : public MappedRange {
   bool awaits_host_part() const { return host_bytes_ > 0 && !has_host_part_; }
   CUdeviceptr host_at() const { return base_ - before_; }
 
-  Status map(const CudaDriver& driver, CUmemGenericAllocationHandle handle, uint64_t bytes) {
+  Status map(const CudaDriver& driver, CUmemGenericAllocationHandle handle, uint64_t bytes, bool is_owner) {
     const bool is_host_part = awaits_host_part();
     if (is_host_part && bytes != host_bytes_)
       return Status::invalid("window: got a host part of {} bytes, allowed: {}", bytes, host_bytes_);
@@ -145,13 +145,13 @@ class VmmRange : public MappedRange {
     CUmemAccessDesc access[2] = {
         {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal_}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE}, {}};
     Status granted;
-    if (is_host_part) {  // hosts, too
+    if (is_host_part && is_owner) {  // its host, too
       const Result<CUmemAllocationProp> memory = shareable_host_memory(ordinal_);
       granted = memory.status();
       if (granted.ok()) access[1] = {memory->location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     }
     if (granted.ok())
-      granted = cuda_status(driver.cuMemSetAccess(at, bytes, access, is_host_part ? 2 : 1),
+      granted = cuda_status(driver.cuMemSetAccess(at, bytes, access, is_host_part && is_owner ? 2 : 1),
                             "let cuda:{} access a window segment", ordinal_);
     if (!granted.ok()) {
       driver.cuMemUnmap(at, bytes);

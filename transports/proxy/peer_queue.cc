@@ -133,8 +133,8 @@ bool PeerQueue::goes_in_record(const Queued& queued) const {
   const Command c = queued.command;
   if (is_signal(c) || op_of(c) == Op::kLend) return true;
   return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent)) &&
-         traffic_.regions.own(src_region_of(c)).at(src_of(c), bytes_of(c)) &&
-         traffic_.regions.own(dst_region_of(c)).at(dst_of(c), bytes_of(c));
+         traffic_.regions.is_in_host(src_region_of(c), src_of(c), bytes_of(c)) &&
+         traffic_.regions.is_in_host(dst_region_of(c), dst_of(c), bytes_of(c));
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {

@@ -47,6 +47,12 @@ class Regions {
   struct Theirs {
     std::shared_ptr<transfer::Remote> host, device;
   };
+  // Whether the host finds it there.
+  bool is_in_host(uint32_t region, uint64_t place, uint64_t length) const {
+    std::lock_guard lock(mutex_);
+    const auto& own = rows_[region].own;
+    return !own.empty() && own.back().at(place, length);
+  }
   // What a peer calls a window.
   struct Name {
     uint32_t region = 0, use = 0;

@@ -277,6 +277,8 @@ struct Combine {
     return word < batches().count ||
            (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
   }
+  // Of a source's words, those that ranks of this node move.
+  WEFT_DEVICE bool is_near_word(uint32_t word) const { return word >= batches().count; }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 

@@ -86,6 +86,7 @@ struct Dispatch {
   WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
   WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
   WEFT_DEVICE bool awaits_word(uint32_t, uint32_t) const { return true; }
+  WEFT_DEVICE bool is_near_word(uint32_t) const { return false; }
   // A number of own_experts() or more: of another rank, or none.
   WEFT_DEVICE uint32_t own_expert(uint32_t in_head) const {
     return is_shared() ? in_head - mesh.rank() * local_experts() : in_head;

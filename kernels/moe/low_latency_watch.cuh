@@ -70,7 +70,8 @@ class Watcher {
     const uint32_t source = item / words_of_source(), word = item % words_of_source();
     if (word < c_.awaited_counts())
       return has_arrived(source) ? in_window(source, c_.counts_at(source) + uint64_t{word} * 8) : Watched{};
-    if (!c_.awaits_word(source, word - c_.awaited_counts())) return {};
+    const uint32_t awaited = word - c_.awaited_counts();
+    if (!c_.awaits_word(source, awaited) || (has_parts() && c_.is_near_word(awaited))) return {};
     const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
   }
@@ -92,9 +93,8 @@ class Watcher {
   }
 
   // Where windows have two parts the board is the window's own control area: near peers store there.
-  WEFT_DEVICE bool is_told_here(uint32_t source) const {
-    return port_places(c_.mesh).records != 0 && !is_port(c_.mesh, source);
-  }
+  WEFT_DEVICE bool has_parts() const { return port_places(c_.mesh).records != 0; }
+  WEFT_DEVICE bool is_told_here(uint32_t source) const { return has_parts() && !is_port(c_.mesh, source); }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +

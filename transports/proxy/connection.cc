@@ -70,9 +70,9 @@ class ProxyLink : public Link {
   }
 
   Result<std::string> offer(const WindowView& window) override {
-    if (window.bytes > kWindowBytesMax)
+    if (reach_of(window) > kWindowBytesMax)
       return Status::make(Code::kCapacity, "window with port peers: got {} bytes, allowed: at most {}",
-                          window.bytes, kWindowBytesMax);
+                          reach_of(window), kWindowBytesMax);
     const auto known = region_of_.find(window.number);
     const uint32_t region = known != region_of_.end() ? known->second : regions_.open();
     if (region == kRegions)
@@ -165,7 +165,7 @@ class ProxyLink : public Link {
                          shared_->at<uint64_t>(at_.flushed_at),
                          window.local,
                          window.before,
-                         window.before + window.bytes,
+                         reach_of(window),
                          places,
                          static_cast<uint64_t>(timeout_s_ * 1e9),
                          fault_,
@@ -220,6 +220,11 @@ class ProxyLink : public Link {
         ranks_(static_cast<int>(group.facts->size())),
         timeout_s_(group.timeout_s),
         peers_(group.peers) {}
+
+  // Bytes from its first one that ports may write to.
+  static uint64_t reach_of(const WindowView& window) {
+    return window.before + (window.host_bytes > 0 ? std::min(window.host_bytes, window.bytes) : window.bytes);
+  }
 
   // Places count from the host part on, where there is one.
   Result<Regions::Own> register_window(const WindowView& window) {

@@ -156,7 +156,7 @@ class CopyFloor:
         self._to.copy_(self._from, non_blocking=True)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return float(begin.elapsed_time(end)) * 1e3
 
 
 def _partner(me: Rank) -> tuple[bool, int]:

@@ -8,8 +8,8 @@
 //   rail->post_write({.to = *to, .src = p, .lkey = mine.lkey, .dst = theirs.base, .rkey = theirs.rkey, ...});
 //   for (Event& e : events.first(rail->poll(events))) ...
 //
-// What every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write
-// is seen only after the write's bytes. Anything more is a capability. What none promises: that an operation
+// Every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write is
+// seen only after the write's bytes. Anything more is a capability. No rail promises that an operation
 // towards a dead peer ever ends. Deadlines belong to the engine. Threads: one at a time per rail (the
 // engine's progress token); different rails may be used at once.
 #pragma once
@@ -26,14 +26,14 @@
 
 namespace weft::provider {
 
-// How a rail itself ties what comes to who sent it.
+// How the rail itself knows the sender of an arrival.
 enum class Source : uint8_t {
-  kUnknown,  // anybody who reaches it may have sent it
-  kRoute,    // Event::from says who, and nobody else can have
+  kUnknown,  // it does not: any process that reaches the rail may have sent it
+  kRoute,    // Event::from names the sender, and it cannot be forged
   kAddress,  // the NIC lets in only what shows a key that is part of this rail's address
 };
 
-// What a rail can do, as data. The engine chooses by these fields, never by a provider's name.
+// The abilities of a rail, as data. The engine chooses by these fields, never by a provider's name.
 struct Caps {
   bool ordered_writes = false;  // writes to one peer become visible in the order they were posted
   bool write_imm = true;        // a write can carry an immediate to the target's completion queue,
@@ -54,7 +54,7 @@ struct Caps {
   uint32_t cq_depth = 1024;               // completions that fit before the queue may overrun
 };
 
-// Whether nobody can make an immediate pass for that of another: by a token in it, or by what the rail knows.
+// Whether an immediate proves who sent it: by a token in it, or by what the rail knows of its sender.
 inline bool proves_imm(const Caps& caps) {
   return caps.imm_bits >= 64 || caps.source != Source::kUnknown;
 }
@@ -193,15 +193,15 @@ class Rail {
   // Fills at most `max` events and makes progress, also for peers' operations on our memory.
   virtual size_t poll(Event* events, size_t max) = 0;
 
-  // Sleeps until poll() is worth while, `most_ns` (less than a second) at most. What other threads poll meanwhile wakes nobody.
-  // False, and no sleep: the rail cannot tell, or has nothing under way. Threads: any.
+  // Sleeps until poll() is worth while, `most_ns` (less than a second) at most. Events that another thread polls
+  // meanwhile do not end the sleep. False, and no sleep: the rail cannot tell, or has nothing under way. Threads: any.
   virtual bool sleep(uint64_t most_ns) const { return false; }
 };
 
 struct RailOptions {
   uint32_t tx_depth = 0;  // 0: what the provider likes
   uint32_t rail_id = 0;   // this rail's number in its engine
-  std::string secret;     // for connections of the provider's own: who makes one proves to know it
+  std::string secret;  // for connections of the provider's own: their maker proves that it knows the secret
 };
 
 class Provider {

@@ -4,6 +4,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import summary
 import workers
+import zygote
 from weft import deep_ep_path
 
 sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does
@@ -23,9 +26,13 @@ if not (Path(torch.__file__).parent / "__pycache__").is_dir():
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "pycache"))
 
 
+programs_cpu_s: Counter[str] = Counter()  # of programs that the zygote has forked, by the file of their tests
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpp-tests", metavar="PATH", help="the binary of the C++ tests; by default the newest")
     parser.addoption("--workers", type=int, default=1, help="how many tests run at once (workers.py)")
+    parser.addoption("--cpu", type=int, default=0, help="list so many files with the CPU time that they took")
     parser.addoption("--update", action="store_true", help="rewrite golden files, not compare")
     parser.addoption(
         "--every-kernel",
@@ -47,7 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "group(name): one worker takes these tests, others the rest of their file"
     )
     if config.option.workers > 1:
-        config.pluginmanager.register(workers.Workers(config.option.workers))
+        config.pluginmanager.register(workers.Workers(config.option.workers), "workers")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Have torch imported once for the programs that tests start, where there are any."""
+    starts_programs = "programs" in sys.modules and not session.config.option.collectonly
+    with zygote.started(programs_cpu_s) if starts_programs else nullcontext():
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -65,6 +80,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(title)
     for line in lines:
         terminalreporter.line(line)
+    runner = terminalreporter.config.pluginmanager.getplugin("workers")
+    if runner is not None and terminalreporter.config.option.cpu:
+        total = runner.cpu_s + programs_cpu_s
+        terminalreporter.section(
+            f"{total.total():.0f} s of CPU, {programs_cpu_s.total():.0f} of them in programs"
+        )
+        for file, seconds in total.most_common(terminalreporter.config.option.cpu):
+            terminalreporter.line(f"{seconds:8.1f} {programs_cpu_s[file]:8.1f} {file}")
 
 
 def skip_reason(report: pytest.TestReport) -> str:

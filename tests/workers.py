@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs several tests at once: pytest --workers 3, which is what tools/run-tests asks for on two cores.
 
-Many tests wait: for a deadline, for a peer that has died, for a program to start. Others run meanwhile.
-The process that has collected the tests forks a worker for each file of them, as fixtures belong to a file. So torch is
-imported once, nothing is collected twice, and no file finds what another has left: torch's gradients fail in ranks
-that are forked from a process that has used torch's threads. A worker hands each report to the first process, which
-counts and prints. Marks say what else is so:
+Many tests wait: for a deadline, for a dead peer, for a program to start. Other tests run meanwhile. One process
+collects all tests and imports torch. It forks a worker for each test file, because fixtures belong to a file. So tests
+are collected once, torch is imported once, and a file starts with a process that no other file has used: torch's
+gradients fail in ranks that are forked from a process that has used torch's threads. Workers send their reports to the
+first process, which counts and prints. Marks:
     pytest.mark.group(NAME)   tests of a file with one name have a worker of their own
     pytest.mark.alone         tests look at the whole machine: they run at the end, with no others beside them
-A test that ends its worker has failed; another worker goes on behind it.
+A test that ends its worker has failed; a new worker runs the rest of the file. --cpu 20 lists the files that took the
+most CPU time. The time of the processes that they started, and of programs (zygote.py), is in it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import os
 import signal
 import traceback
-from collections import deque
+from collections import Counter, deque
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self.cpu_s: Counter[str] = Counter()  # of each file, without programs of the zygote
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -69,6 +71,7 @@ class Workers:
                 for worker in list(busy):
                     if worker.has_ended():
                         busy.remove(worker)
+                        self.cpu_s[worker.file] += worker.cpu_s
                         if worker.left:
                             queue.appendleft(worker.left)
                 if session.shouldfail:
@@ -90,6 +93,8 @@ class Worker:
 
     def __init__(self, session: pytest.Session, share: Share) -> None:
         self.left = list(share)  # the test that runs, and those behind it
+        self.file = session.items[share[0]].nodeid.partition("::")[0]
+        self.cpu_s = 0.0  # of this process and those that it has waited for, once it has ended
         self._session = session
         self.connection, theirs = Pipe()
         parent = os.getpid()
@@ -149,7 +154,9 @@ class Worker:
         os.close(self.process)
         if self.left:
             os.kill(self._pid, signal.SIGTERM)
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        _, status, usage = os.wait4(self._pid, 0)
+        self.cpu_s = usage.ru_utime + usage.ru_stime
+        return os.waitstatus_to_exitcode(status)
 
 
 class _Reporter:

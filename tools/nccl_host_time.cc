@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Host time of calls of compat/nccl: the calling thread's processor time without that in kernels, on CPU ranks that
-// are processes. Prints the median of rank 0 for each call, in microseconds, as a table of docs/performance.md.
+// are processes. Prints the median of rank 0 for each call, in microseconds, as a table.
 //   cmake --build BUILD --target nccl_host_time && BUILD/nccl_host_time [RANKS] [ELEMENTS] [CALLS]
 #include <sys/wait.h>
 #include <time.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What transports have alike whose windows lie in memory of a library that is found at run time: nccl and nvshmem.
-// Ranks of one node map each other, those of others are ports, and both are taken by name alone.
+// The common part of transports whose windows lie in memory of a library that is found at run time: nccl and
+// nvshmem. Ranks of one node map each other, those of others are ports, and both are taken by name alone.
 //   class NcclTransport : public LibraryTransport { ... LibraryFacts look(Device) ... };
 //   class NcclLink : public LibraryLink { ... };
 //   WEFT_TRY_ASSIGN(const auto ids, gather_ready(group, "nccl", ready, id_of_rank_0));
@@ -35,7 +35,7 @@ class LibraryTransport : public Transport {
 
  protected:
   LibraryTransport(const char* name, const char* title) : name_(name), title_(title) {}
-  // What serves ranks on `device`, or why nothing does.
+  // The library for ranks on `device`, or why there is none.
   virtual Result<LibraryFacts> look(Device device) const = 0;
   // Two ranks that the library does not take together: why; else empty. Pure.
   virtual std::string refuses_both(const RankFacts& self, const RankFacts& peer) const = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The peers that a link knows to be lost, each once, and who is told of them: Link::on_lost().
+// The peers that a link knows to be lost, each once, and the listener that is told of them: Link::on_lost().
 //   if (lost.add(peer, "is lost: ...")) ...      // true: the first word about this peer
 //   lost.listen(tell);                           // at once for those that are lost already
 // Threads: any. `tell` runs under a lock of this object.
@@ -18,7 +18,7 @@ class LostPeers {
  public:
   using Tell = std::function<void(int peer, const std::string& how)>;
 
-  // Nobody is told of `self`.
+  // The listener is not told of `self`.
   explicit LostPeers(int self) : self_(self) {}
 
   bool add(int peer, const std::string& how) {
@@ -27,7 +27,7 @@ class LostPeers {
     if (tell_ && peer != self_) tell_(peer, how);
     return true;
   }
-  // Null: nobody is told any more.
+  // Null: the listener is removed.
   void listen(Tell tell) {
     std::lock_guard lock(mutex_);
     tell_ = std::move(tell);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What loads and stores into a peer's window can do on this machine, and between which ranks: the same for every
-// transport with mapped peers, whoever brings the memory.
+// The capabilities of loads and stores into peers' windows on this machine, and the ranks between which they
+// work: the same for every transport with mapped peers.
 //   Caps caps = mapped_caps(device);
 //   const std::string why = why_not_mapped(self, peer);    // empty: they can
 #pragma once
@@ -14,8 +14,8 @@ namespace weft {
 
 Caps mapped_caps(Device device);
 
-// Those of transports() that bring the memory of windows. Taken by name alone, so nobody need open their libraries to
-// know that.
+// Those of transports() that bring the memory of windows. Their names are fixed, so no library has to be opened to
+// know them.
 const std::vector<const Transport*>& memory_transports();
 
 // Why `self` cannot load from and store to memory of `peer`; empty when it can. Pure.

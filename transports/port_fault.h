@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all ports say alike of what kernels ask for.
+// Faults that all ports report alike.
 #pragma once
 
 #include "base/status.h"

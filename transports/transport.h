@@ -33,7 +33,7 @@ namespace weft {
 // out.
 enum class Reach { kMapped, kPort };
 
-// Which earlier writes are visible to whoever sees a later one, without a signal in between.
+// Which earlier writes are visible to a reader that sees a later one, without a signal in between.
 enum class Ordering {
   kNone,     // any order
   kSignals,  // a signal comes after every earlier put on its channel; puts among themselves in any order
@@ -71,7 +71,7 @@ struct WindowView {
   uint64_t host_bytes = 0;
   uint64_t before = 0;
   bool payload_in_place = false;
-  // What `local` lives as long as: for a link that peers may reach it through after the window is gone.
+  // Keeps `local` alive, for a link through which peers may reach it after the window is gone.
   std::shared_ptr<const void> memory = {};
 };
 
@@ -83,7 +83,7 @@ struct DeviceUnit {
   std::vector<std::string> options;
 };
 
-// What kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
+// The sources that kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
 struct DeviceSources {
   std::vector<std::pair<std::string, std::string>> headers;  // (name as #include spells it, text)
   std::vector<std::string> options;                          // of the compiler
@@ -95,7 +95,7 @@ struct DeviceSources {
   Status (*on_load)(void* module) = nullptr;
 };
 
-// What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.
+// The mesh that kernels get to reach peers: a value of the device type `type`, which transports/list.h names.
 struct MeshPart {
   std::string type;
   std::vector<std::byte> value;
@@ -158,8 +158,8 @@ class Link {
     return Status::make(Code::kUnsupported, "this transport brings no memory");
   }
 
-  // Carries out a little of what kernels asked for, and takes in a little of what peers sent: threads of host
-  // kernels call it while they wait. Never waits; true: something came of it. Threads: any.
+  // Carries out some commands of kernels, and takes in some arrivals from peers: threads of host kernels call
+  // it while they wait. Never waits; true: it did some work. Threads: any.
   virtual bool help() { return false; }
   // For threads whose help() is in vain: sleeps until more has come, for a fraction of a millisecond at most. False, and no sleep:
   // awake, they would hear of it sooner. Threads: any.
@@ -169,8 +169,8 @@ class Link {
   // lost is none: what kernels asked for could not be handed over.
   virtual Status status() { return {}; }
   virtual Status fault() { return {}; }
-  // Somebody else knows that a peer is lost, and how: what involves it fails now, and nobody waits for its farewell.
-  // Never waits. Threads: any.
+  // Tells the link that a peer is lost, and how: operations that involve it fail now, and its farewell is not
+  // awaited. Never waits. Threads: any.
   virtual void lose(int peer, const std::string& how) {}
   // `tell` is called once for each peer that is lost, at once for those that are, from threads of the link.
   // Short: it runs under a lock.
@@ -184,8 +184,9 @@ class Link {
   virtual Result<uint32_t> lend(std::byte* /*memory*/, uint64_t /*bytes*/) {
     return Status::make(Code::kUnsupported, "this transport takes no loans");
   }
-  // Nobody touches the memory any more, whatever was under way. `is_done`: whoever was told of it is known to be done
-  // with it; else what is queued is waited for, a second at most, and a peer that was not sent everything is lost.
+  // Takes the memory back: afterwards the network does not touch it, whatever was under way. `is_done`: all peers
+  // that were told of it are known to be done with it; else queued writes are waited for, a second at most, and a
+  // peer that was not sent everything is lost.
   // Threads: any.
   virtual void reclaim(const std::vector<uint32_t>& /*loans*/, bool /*is_done*/) {}
 };
@@ -197,12 +198,12 @@ class Transport {
   virtual const char* carried_by() const = 0;  // one line for people
   // Probes this machine; never fails: says why it is unusable instead.
   virtual Caps caps(Device device) const = 0;
-  // What all other ranks learn of this one before transports are chosen: RankFacts::descriptors.
+  // This rank's facts for all other ranks before transports are chosen: RankFacts::descriptors.
   virtual std::string descriptor(Device device) const { return {}; }
   // Why it cannot carry data from `self` to `peer`; empty when it can. Pure.
   virtual std::string refuses(const RankFacts& self, const RankFacts& peer) const = 0;
-  // What it can do between two ranks, where that differs from pair to pair: how kernels get at the peer, and the estimates.
-  // The same in both directions. Pure.
+  // The capabilities between two ranks, where they differ from pair to pair: how kernels reach the peer, and the
+  // estimates. The same in both directions. Pure.
   virtual Caps towards(const Caps& caps, const RankFacts& self, const RankFacts& peer) const { return caps; }
   // Collective over all ranks of the group, those without peers here included. Errors: kPeerLost naming the
   // rank that stayed away, kSystem, kUnsupported with the reason; the same ranks may disagree about it.

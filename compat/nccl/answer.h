@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the C functions answer: a Status as NCCL's result, with the words kept for ncclGetLastError(); and calls that
-// go to the real library with the communicator's shadow.
+// Results of the C functions: a Status becomes NCCL's code, and its message is kept for ncclGetLastError(). Also
+// calls that go to the real library with the communicator's shadow.
 #pragma once
 
 #include <string>
@@ -22,7 +22,7 @@ std::string& last_error();
 // Keeps a failure's words, for the communicator too where there is one, and gives its code.
 ncclResult_t answer(const Status& status, ncclComm_t comm = nullptr);
 
-// Refuses what no call may use: null, and a communicator of the process that this one was forked from.
+// Refuses communicators that no call may use: null, and one of the process that this one was forked from.
 Status check_comm(const char* function, ncclComm_t comm);
 
 // The answer where only the real library could help, and it is not there.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an ncclComm_t points to: Weft's communicator, and a shadow of it in the real library for what Weft
-// does not serve. Every decision between the two uses only what all ranks agreed on when the communicator was
-// made, or what NCCL wants to be the same on all ranks: else ranks would go different ways and wait for each
-// other.
+// The object that an ncclComm_t points to: Weft's communicator, and a shadow of it in the real library for
+// calls that Weft does not serve. Every decision between the two uses only facts that all ranks agreed on
+// when the communicator was made, or arguments that NCCL requires to be the same on all ranks: else ranks
+// would choose differently and wait for each other.
 //   auto comm = std::make_unique<ncclComm>(device);
 //   WEFT_TRY(comm->init(ids, rank, size, config));          // collective
 //   WEFT_TRY(comm->run(operations));                        // what a group holds for this communicator
@@ -41,14 +41,14 @@ struct PreMulSum {
   bool is_alive;
 };
 
-// A group of sends and receives that was one round, by which a group like it is known.
+// The last group of sends and receives that was one round: an equal group takes its plan.
 struct KnownRound {
   struct Message {
     Function function;
     int peer;
     ncclDataType_t type;
     size_t count;
-    uint64_t offset;  // bytes from what lies lowest in memory of all sends, or of all receives
+    uint64_t offset;  // offset in bytes from the lowest address of all sends, or of all receives
 
     bool operator==(const Message&) const = default;
   };
@@ -80,9 +80,9 @@ struct ncclComm {
 
   // Notes what went wrong by itself: when it returns, another thread's abort may have ended the communicator.
   weft::Status run(std::span<const weft::nccl::Operation> operations);
-  // Whether run() needs no other rank of this process to be under way: one launch, that is, of what has run before
-  // (so that no memory has to be found and no kernel loaded beside one that waits), and nothing that the real
-  // library or the hosts of other ranks take part in.
+  // Whether run() can return without another rank of this process being in the call. True for one launch of a plan
+  // that has run before, so that no memory is allocated and no kernel loaded beside a kernel that waits, and only
+  // if neither the real library nor hosts of other ranks take part.
   bool starts_at_once(std::span<const weft::nccl::Operation> operations);
 
   // Makes everything that waits give up soon, on this rank; nothing works afterwards.
@@ -109,7 +109,7 @@ struct ncclComm {
   using PlannedRun = weft::CollectiveRunner::PlannedRun;
   using PlannedExchange = weft::CollectiveRunner::PlannedExchange;
   using PlannedCall = std::variant<PlannedRun, PlannedExchange>;
-  // What goes to each rank, and what comes from each.
+  // The data that goes to each rank, and that comes from each.
   using Round = std::pair<std::vector<weft::ChunkSpan>, std::vector<weft::ChunkSpan>>;
   struct Buffers {
     std::byte *input, *output;

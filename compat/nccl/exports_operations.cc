@@ -153,7 +153,7 @@ WEFT_NCCL_API ncclResult_t ncclGroupEnd() {
     return answer(Status(Code::kUnsupported, "ncclGroupEnd without ncclGroupStart"));
   return --this_group().depth ? ncclSuccess : finish_group();
 }
-// Nothing runs, and nobody has measured what it would take.
+// Nothing runs, and there is no estimate of its time.
 WEFT_NCCL_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   if (this_group().depth == 0)
     return answer(Status(Code::kUnsupported, "ncclGroupSimulateEnd without ncclGroupStart"));

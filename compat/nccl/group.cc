@@ -59,7 +59,7 @@ bool starts_in_turn(const std::vector<Share>& shares) {
   return true;
 }
 
-// What each communicator has of a group, in the group's order. Sorts the group by communicators.
+// The operations of each communicator in a group, in the group's order. Sorts the group by communicators.
 std::vector<Share> shares_of(std::vector<Operation>& operations) {
   std::ranges::stable_sort(operations, std::less<>(), &Operation::comm);
   std::vector<Share> shares;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One call of a collective, or of send or receive, as it waits in a group; and the counts of who served what.
+// One call of a collective, send or receive that waits in a group; and counts of the calls that Weft and the real
+// library served.
 #pragma once
 
 #include <cstddef>

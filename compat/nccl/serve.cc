@@ -112,7 +112,7 @@ std::pair<BookCollective, uint64_t> program_of(Function function, int ranks) {
   }
 }
 
-// What calls that differ in addresses alone have in common, as PlannedCalls::collectives knows them.
+// The key of calls that differ in addresses alone, in PlannedCalls::collectives.
 std::pair<uint64_t, uint64_t> form_of(const Operation& o) {
   const uint64_t reduction = reduces(o.function) ? static_cast<uint64_t>(reduction_of(o.op)) : 0;
   return {static_cast<uint64_t>(o.function) << 56 | static_cast<uint64_t>(o.type) << 48 | reduction << 40 |
@@ -221,7 +221,7 @@ Status ncclComm::serve(const Operation& o) {
   return leave_stream(o.stream);
 }
 
-// What a program works on, where the book has it in place; what was not given so is copied there.
+// The buffer that a program works on, where the book has it in place; what was not given so is copied there.
 Result<ncclComm::Buffers> ncclComm::buffers_of(const Operation& o) {
   const uint64_t bytes = o.count * weft::nccl::bytes_of(o.type);
   switch (o.function) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tables' functions stand on: the network that this process has chosen, NCCL's logger, and the objects that
-// NCCL holds handles of. A handle is a number, never an address, so a wrong one is refused and not followed.
+// The state behind the tables' functions: the network that this process has chosen, NCCL's logger, and the objects
+// that NCCL holds handles of. A handle is a number, never an address, so a wrong one is refused and not followed.
 // Threads: any.
 #pragma once
 
@@ -86,7 +86,7 @@ class Plugin {
   Status init(NcclLogger logger);
   Result<int> devices();
   Status properties(int device, PropertiesV12& properties);
-  // What a team is made over; null for a device that is none.
+  // The NIC of a device number, over which a team is made; null for an unknown number.
   Result<const provider::Nic*> nic(int device) const;
   const proxy::Network& network() const { return *network_; }
 

@@ -38,7 +38,7 @@ class Requests {
     request.generation = (request.generation + 1) & 0x7fffffff;
     return uint64_t{request.generation} << 32 | (index + 1);
   }
-  // Null for what is not, or is no longer, a request.
+  // Null for a number that is not, or no longer, a request.
   Request* find(uint64_t id) {
     const uint64_t index = (id & 0xffffffff) - 1;
     if (index >= all_.size() || !all_[index].is_used || all_[index].generation != id >> 32) return nullptr;

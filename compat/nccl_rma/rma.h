@@ -85,7 +85,7 @@ struct DeviceHandle {  // ncclNetDeviceHandle_v11_t
   int needs_progress;
 };
 
-// What both versions have before, between and after what differs.
+// The entries that both versions share: before, between and after the ones that differ.
 #define WEFT_RMA_SET_UP                                                           \
   const char* name;                                                               \
   NcclResult (*init)(void** context, uint64_t comm_id, NcclLogger logger);        \

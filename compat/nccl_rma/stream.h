@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stream is the way from one context to one peer: what is put on it happens there in its order. Outgoing is the end
-// that asks, Incoming the end that does it. Puts of the host of up to kInlineBytes, and signals, travel together as
-// records; other puts are writes whose immediate is their number. Every number is confirmed once all up to it has
-// happened; with that its requests end. So a request that is done is one that the peer has taken.
+// A stream carries the operations of one context to one peer, which applies them in order. Outgoing is the sending
+// end, Incoming the applying end. Puts of the host of up to kInlineBytes, and signals, travel together as records;
+// other puts are writes whose immediate is their number. Every number is confirmed once all up to it has happened;
+// with that its requests end. So a request that is done is one that the peer has taken.
 // Threads: the holder of the team's mutex.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Command {
   uint64_t request = 0;  // ends with this step; 0: none
 };
 
-// What all streams of a team share.
+// The state that all streams of a team share.
 struct Ways {
   transfer::Engine& engine;
   Mail& mail;

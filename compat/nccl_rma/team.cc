@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kDrain_s = 5;
 
-// What ranks must have alike, before the address of a rank's engine.
+// Settings that all ranks must share, before the address of a rank's engine.
 std::string introduction(const proxy::Network& network) {
   return text("weft rma {} {}\n", kProtocol, network.provider->name());
 }
@@ -231,7 +231,7 @@ Status Team::closed() {
   return Status(Code::kClosed, "collComm: used after closeColl");
 }
 
-// Whoever calls for progress does the work; this is for the time when nobody does.
+// The thread that calls for progress does the work; this is for the time when nobody does.
 void Team::run() {
   uint64_t seen = 0;
   while (!stops_.load(std::memory_order_acquire)) {

@@ -9,7 +9,8 @@
 // Order: puts and signals of one channel to one rank happen there in the order of the calls, so every signal is a
 // strong one. A request is done when its rank has taken it: the bytes are there and the signal is added.
 // Threads: every method from any thread; connect() and enroll() wait for the other ranks, and no other method is held
-// up by that. Who calls test() or progress() does the work; a thread of the team does it every millisecond otherwise.
+// up by that. The caller of test() or progress() does the work; otherwise a thread of the team does it every
+// millisecond.
 // Errors: what a call is refused for is its own Status. A rank that is lost fails what goes to it, and status() says so.
 #pragma once
 

@@ -382,7 +382,8 @@ void Team::check(int rank) {
                                      rank_, timeout_s_, rank));
 }
 
-// What goes to the rank fails, once for all. One that left in peace, and was owed nothing, is no failure of the team's.
+// All requests to the rank fail, once for all. One that left in peace, and was owed nothing, is no failure of the
+// team's.
 void Team::lose(int rank, const Status& why) {
   Link& link = links_[static_cast<size_t>(rank)];
   if (!link.status.ok()) return;

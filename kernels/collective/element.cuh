@@ -142,7 +142,7 @@ inline constexpr bool kDivides = false;
 template <>
 inline constexpr bool kDivides<Average> = true;
 
-// What combines a format's vectors as wholes, where the target has it; void: nothing does.
+// The target's type that combines whole vectors of a format; void: it has none.
 template <class Format>
 struct LanesOf {
   using Type = void;
@@ -181,7 +181,7 @@ struct Combiner {
       out.values[i] = Format::store(Op::apply(Format::load(x.values[i]), Format::load(y.values[i])));
     return __builtin_bit_cast(Vec16, out);
   }
-  // What is left to do when everything is combined: the same as dividing the stored sums.
+  // The last operation on a finished sum: the same as dividing the stored sums.
   WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
     if constexpr (!kDivides<Op>)
       return combined;
@@ -227,7 +227,7 @@ template <> struct OpOf<Reduction::kAnd> { using Type = And; };
 template <> struct OpOf<Reduction::kOr> { using Type = Or; };
 template <> struct OpOf<Reduction::kXor> { using Type = Xor; };
 
-// What an operation takes a format's vectors for: operations on bits are the same for all, and compiled once.
+// The format that an operation is compiled for: operations on bits are the same for all formats, and compiled once.
 template <class Format, class Op> struct TakenFor { using Type = Format; };
 template <class Format> struct TakenFor<Format, And> { using Type = Plain<uint64_t>; };
 template <class Format> struct TakenFor<Format, Or> { using Type = Plain<uint64_t>; };

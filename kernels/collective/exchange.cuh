@@ -6,19 +6,20 @@
 //           fence; on the critical path are one look at the block's counter and one trip to the peer
 //           (all_reduce of larger buffers: two trips). The least latency; twice the bytes.
 //   places  ranks tell each other where their buffers are; then what moves is pushed straight into the peers'
-//           outputs by bulk copies (exchange_push.cuh), and what adds reads the peers' inputs, adds in
-//           registers and writes straight into the outputs. Every byte crosses a link once (all_reduce and,
-//           on more than two ranks, broadcast and reduce: twice, but the root's link once). Two trips more
-//           than lines. Where some rank's buffers are in no window, all ranks see it and take stages instead.
+//           outputs by bulk copies (exchange_push.cuh). Calls that sum read the peers' inputs, add in
+//           registers and write straight into the outputs. Every byte crosses a link once (all_reduce and, on
+//           more than two ranks, broadcast and reduce: twice, but the root's link once). Two trips more than
+//           lines. Where some rank's buffers are in no window, all ranks see it and take stages instead.
 //   stages  the data goes in slices through staging areas of the receivers' windows, one signal for each
 //           slice: every byte crosses links as often as with places, and is copied once more where it
 //           arrives, while the next slice is under way. No byte of the buffers is touched by a peer, so they
 //           may lie anywhere and have any alignment.
-// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, descriptors, signals of
+// Ranks add in the order of ranks, so all get the same bits. Waits: for lines, descriptors and signals of
 // every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without asking.
 //
-// Who gives up sends nothing from then on that it made of what did not come, and takes back what would let a
-// rank that is late use its buffers: the late rank waits in vain, too. Launches after it send nothing.
+// A rank that gives up sends no results made from missing data. It takes back its descriptors, so that a
+// late rank cannot use its buffers; the late rank then also waits until its deadline. Later launches of the
+// rank send nothing.
 #pragma once
 
 #include "kernels/collective/exchange_places.cuh"

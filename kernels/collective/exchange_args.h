@@ -4,8 +4,8 @@
 //
 // Rounds. Each block of a launch owns a region of every rank's inbox, twice: rounds alternate. Rounds of one
 // block are numbered for ever, alike on all ranks, since all make the same calls with the same grids. In a
-// round a block sends to every peer's block of the same number and receives from every one, so whoever starts
-// round n knows that all have read round n - 2: no slot needs to be freed.
+// round a block sends to every peer's block of the same number and receives from every one. So a block that
+// starts round n knows that all peers have read round n - 2, and no slot needs to be freed.
 // Slices. The same for staging areas, of which there are four by turns, since one is filled while the one
 // before is emptied (run_stages).
 // Calls with a root move data from it or to it alone. In their rounds all other pairs of ranks send a line without
@@ -43,8 +43,8 @@ WEFT_DEVICE constexpr bool has_root(Exchange kind) {
 WEFT_DEVICE constexpr bool has_shares(Exchange kind) {
   return kind == Exchange::kAllReduce || kind == Exchange::kBroadcast || kind == Exchange::kReduce;
 }
-// How many ranks own a share, where the buffer has shares: all; of a broadcast or a reduce all but the root, so
-// that a byte crosses the root's link once. Two ranks need nobody between them: the receiver owns everything.
+// How many ranks own a share, where the buffer has shares: all ranks; in a broadcast or reduce all but the
+// root, so that a byte crosses the root's link once. With two ranks the receiver owns everything.
 WEFT_DEVICE constexpr uint32_t exchange_owners(Exchange kind, uint32_t ranks) {
   if (kind == Exchange::kAllReduce) return ranks;
   return ranks > 2 ? ranks - 1 : 1;

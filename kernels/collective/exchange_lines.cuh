@@ -90,7 +90,7 @@ WEFT_DEVICE void store_unit(const Piece& piece, uint64_t unit, const Vec16& valu
   message::store_ragged(piece, unit, value);
 }
 
-// What of a piece is in a slice and after it.
+// The part of a piece from a slice's first unit to the piece's end.
 WEFT_DEVICE Piece sliced(const Piece& piece, Slice slice) {
   const uint64_t at = slice.first * 16, start = at < piece.bytes ? at : piece.bytes;
   return {piece.at + start, piece.bytes - start};
@@ -110,7 +110,7 @@ WEFT_DEVICE uint64_t share_units_of(uint64_t bytes, uint32_t ranks) {
   return ((bytes + 15) / 16 + ranks - 1) / ranks;
 }
 
-// What goes between all ranks.
+// The pieces of kinds in which all ranks send to all.
 struct Everybody {
   WEFT_DEVICE constexpr bool operator()(uint32_t /*peer*/) const { return true; }
 };
@@ -220,8 +220,8 @@ WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store)
   for (; unit < count; unit += step) store(unit, load(unit));
 }
 
-// Copies units. Those that are not whole or not aligned go apart from the others, one at a time: there are
-// few, and the code that moves them is long.
+// Copies units. Units that are not whole or not aligned are copied after the others, one at a time: there
+// are few, and the code that moves them is long.
 WEFT_DEVICE void copy_units(Block block, uint32_t count, const Piece& from, const Piece& to) {
   const uint64_t whole = message::whole_units(from, message::whole_units(to, count));
   const auto* src = reinterpret_cast<const Vec16*>(from.at);
@@ -290,7 +290,7 @@ WEFT_DEVICE void reduce_slice(const R& run, uint64_t number, Slice slice) {
   receive_lines(back, slice, [&](uint32_t peer) { return share(a.output, peer); });
 }
 
-// Of kinds with a root, with which or from which everybody has something.
+// The pieces of kinds with a root: everybody sends to it, or receives from it.
 template <class R>
 WEFT_DEVICE void rooted_slice(const R& run, uint64_t number, Slice slice) {
   const ExchangeArgs& a = run.a;

@@ -31,8 +31,8 @@ WEFT_DEVICE bool read_descriptor(const R& run, uint64_t descriptor, uint32_t pee
 }
 
 // Exchanges descriptors with every peer's block. Afterwards places() holds every rank's buffers, all peers have
-// started the call, and met() says whether all buffers have places. False: a peer did not come; who comes
-// now finds no descriptor of this block.
+// started the call, and met() says whether all buffers have places. False: a peer did not come; a peer that
+// comes later finds no descriptor of this block.
 template <class R>
 WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
@@ -73,9 +73,9 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   return false;
 }
 
-// Tells every peer's block that this one is done with its buffers, and waits for all of them. Who waits in
-// vain takes its word back: a peer may still read its input, which is its caller's again from now on, and
-// must not take it for what was to be read.
+// Tells every peer's block that this one is done with its buffers, and waits for all of them. A block that
+// waits in vain takes its "done" back: its caller owns the input again, and a peer that still reads it must
+// not use what it reads.
 template <class R>
 WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;

@@ -78,9 +78,9 @@ WEFT_DEVICE void push(const R& run) {
   pipe.drain();
 }
 
-// A broadcast. Of two ranks the root sends the buffer. Of more, every other rank takes a share of it out of the root's
-// input, and sends it to all but the root: each link carries the buffer once, and nobody waits for a piece. The root
-// makes its own copy.
+// A broadcast. With two ranks the root sends the buffer. With more, every other rank copies a share of it out of the
+// root's input and sends it to all but the root: each link carries the buffer once, and no rank waits for single
+// pieces. The root makes its own copy.
 template <class R>
 WEFT_DEVICE void spread(const R& run) {
   const ExchangeArgs& a = run.a;

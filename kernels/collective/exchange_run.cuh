@@ -12,7 +12,7 @@ namespace weft {
 
 namespace exchange {
 
-// Looks at a flag before the first pause: what is waited for is mostly under way.
+// Polls of a flag before the first pause: the data is mostly under way.
 inline constexpr uint32_t kEagerLooks = Warp::kMaxSize == 1 ? 0 : 64;
 // Sources that one thread has under way while it adds; registers bound it, of which conversions take many.
 template <class Combiner>
@@ -60,7 +60,7 @@ struct Run {
   }
 
   WEFT_DEVICE uint32_t owners() const { return exchange_owners(kind(), ranks); }
-  // The number of a rank's share; who owns none has a number beyond the last.
+  // The number of a rank's share; a rank without one has a number beyond the last.
   WEFT_DEVICE uint32_t share(uint32_t rank) const {
     if (kind() == Exchange::kAllReduce) return rank;
     const bool is_roots = kind() == Exchange::kReduce && ranks == 2;
@@ -69,7 +69,7 @@ struct Run {
   }
   WEFT_DEVICE bool owns(uint32_t rank) const { return share(rank) < owners(); }
   WEFT_DEVICE bool goes_on() const { return has_shares(kind()) && owners() > 1; }
-  // Whether something goes from one rank to another: at first, and afterwards from the owners of shares.
+  // Whether `from` sends to `to`: sends() in the first exchange, sends_on() in the one from the owners of shares.
   WEFT_DEVICE bool sends(uint32_t from, uint32_t to) const {
     if (kind() == Exchange::kBroadcast || kind() == Exchange::kScatter) return from == a.root;
     if (kind() == Exchange::kReduce) return owns(to);
@@ -90,7 +90,7 @@ struct PeerPatience {
   Patience patience;
   uint32_t block;
 
-  // One more look at what `peer` owes was in vain. True: time is up, or another thread has raised a fault.
+  // Call after each poll in vain for `peer`. True: time is up, or another thread has raised a fault.
   WEFT_DEVICE bool ends(uint32_t looks, uint32_t peer, uint64_t expected, uint64_t seen) {
     if (looks >= kEagerLooks) pause(looks - kEagerLooks);
     if (!patience.ends(looks)) return false;

@@ -59,8 +59,8 @@ struct Stage {
   WEFT_DEVICE uint32_t mark() const { return static_cast<uint32_t>(number); }
 
  private:
-  // Whether a peer has filled this slice, of this call. Who is in a later call has left this one, and so has
-  // seen that it was the same. Nobody is more than kSlicesShown slices ahead.
+  // Whether a peer has filled this slice, of this call. A peer in a later call has finished this one, so its
+  // digest was the same. No peer is more than kSlicesShown slices ahead.
   WEFT_DEVICE bool came(uint64_t seen) const {
     const uint32_t ahead = static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(number);
     if (ahead > kSlicesShown) return false;  // behind, too
@@ -72,7 +72,7 @@ struct Stage {
   }
 };
 
-// What of this rank's buffers belongs to a peer: sent to it, and where what it sends is kept.
+// The parts of this rank's buffers that belong to a peer: what is sent to it, and where its data is stored.
 template <class R>
 struct Parts {
   const R& run;
@@ -121,7 +121,7 @@ WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice
   }
 }
 
-// What of a slice stays on this rank: its own part, or all that a root broadcasts.
+// The part of a slice that stays on this rank: its own part, or all that a root broadcasts.
 template <class R>
 WEFT_DEVICE void keep_own(const R& run, const Parts<R>& parts, Slice slice) {
   if (run.adds() || !run.sends(run.self, run.self)) return;
@@ -143,8 +143,8 @@ WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slic
   }
 }
 
-// Makes this rank's share of what peers have put into their areas, and calls then(unit, value): of a broadcast
-// what the root put there; else the sums with this rank's own, which are kept where it has an output.
+// Makes this rank's share from the areas of its peers, and calls then(unit, value). In a broadcast the value
+// is the root's; else it is the sum with this rank's own data, which is stored where the rank has an output.
 template <class R, class Then>
 WEFT_DEVICE void make_share(const Stage<R>& stage, const Parts<R>& parts, Slice slice, Then then) {
   const R& run = stage.run;
@@ -175,9 +175,9 @@ WEFT_DEVICE void make_share(const Stage<R>& stage, const Parts<R>& parts, Slice 
 }
 
 // Slices of a block, one after the other; slice i is filled while slice i - 1 is emptied. Signal number n
-// says that the slice of its turn is filled (where shares go on: and those of the one before). Whoever fills the
-// areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before. Who gives
-// up fills and tells nothing more.
+// says that the slice of its turn is filled (where shares go on: and those of the one before). A rank that fills
+// the areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before. A rank
+// that gives up fills and signals nothing more.
 template <class R>
 WEFT_DEVICE void run_stages(const R& run) {
   const ExchangeArgs& a = run.a;

@@ -2,7 +2,7 @@
 //
 // link_delays.h: makes links of the host target slow, so that schedules for unequal links can be measured
 // without such a machine. For tests and benchmarks.
-//   The data of a message moves as ever; the signal that tells its receiver of it is held until it is due:
+//   The data of a message moves as usual. The signal to its receiver is held until it is due:
 //     start = max(now, when the link is free)   free = start + bytes * ns_per_byte   due = free + latency_ns
 // Only Simple messages have such a signal. One thread per rank reads and writes all of it.
 #pragma once

@@ -11,7 +11,8 @@
 namespace weft {
 namespace message {
 
-// Units that are not whole in some piece, or whose slots are not plain memory. What did not come goes nowhere.
+// Units that are not whole in some piece, or whose slots are not plain memory. A unit that did not arrive is neither
+// stored nor sent.
 template <class Slots, class Combiner, class GiveUp>
 WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, GiveUp gives_up) {
   auto load = [&](const Piece& piece) {

@@ -68,8 +68,8 @@ WEFT_DEVICE bool move_pair(const Movement& m, uint64_t line, uint32_t lane, cons
   return true;
 }
 
-// All lanes of a warp go around together, so that the eight of a line store it at once. What did not come is
-// not sent on.
+// All lanes of a warp loop together, so that the eight lanes of a line store it at once. A line that did not
+// arrive is not sent on.
 template <class Combiner, class GiveUp>
 WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
   const Warp warp;

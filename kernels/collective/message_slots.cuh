@@ -23,8 +23,8 @@ struct SimpleSlots {
 };
 
 // Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The first flag is the message's number plus one, so
-// memory that was never written is no message; the second is the same with the call's salt. A line's second
-// half is visible no later than its first, or memory moves whole lines.
+// memory that was never written is no message. The second flag is the same, combined with the call's salt.
+// A line's second half is visible no later than its first, or memory moves whole lines.
 struct LlSlots {
   static constexpr bool kIsPlain = false;
   WEFT_DEVICE static uint32_t flag(uint64_t tag) { return static_cast<uint32_t>(tag) + 1; }

@@ -76,7 +76,7 @@ WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& va
     if (unit * 16 + i < piece.bytes) piece.at[unit * 16 + i] = bytes.values[i];
 }
 
-// What combining gave, divided where that ends an average.
+// The combined unit; divided if this step ends an average.
 template <class Combiner>
 WEFT_INNER Vec16 combined(const Vec16& a, const Vec16& b, [[maybe_unused]] uint32_t divisor) {
   const Vec16 value = Combiner::apply(a, b);

@@ -11,18 +11,18 @@
 //   LL128    a 128-byte line holds 120 bytes and the message's number; needs stores of a line to arrive whole
 // Direct messages. A Simple message need not lie in its slot: a header beside every slot says where the bytes
 // are. The receiver may read them from the sender's memory, or the sender may have stored them at their
-// destination, of which the receiver tells it in a grant at the start of a run. Steps carry what their
-// program allows (weft.collectives.direct); where the buffers are decides between that and the slot, per
-// message, so ranks need not agree on it.
-// Ports. What goes to a peer that this rank does not map is built in the outbox, a part of this rank's window,
-// and put into the slot as one range, its header's first word and its counter after it. Such messages are
-// Simple. Large calls of the host lend their buffers to the link. Then a message that may be referred to is put from
-// where it lies. One that may be stored goes to its destination, which a grant names.
-// Calls. Every message carries a salt beside its number: a digest of the call (what, element type, operation,
-// count, root, algorithm) and of how many calls came before. A receiver takes a message only if the salt is
-// its own, so calls that do not belong together never exchange data, whatever numbers their messages have. An
-// LL line holds the number in its first half, alone, and in its second half together with the salt: the first
-// tells that the line is of this message, the second that it is of this call.
+// destination, of which the receiver tells it in a grant at the start of a run. A step says what its program
+// allows (weft.collectives.direct). For each message the buffers' place decides between that and the slot, so
+// ranks need not agree on it.
+// Ports. A message to a peer that this rank does not map is built in the outbox, a part of this rank's window, and
+// put into the slot as one range. Its header's first word and its counter follow. Such messages are Simple. Large
+// calls of the host lend their buffers to the link. Then a message that may be referred to is put from where it
+// lies. One that may be stored goes to its destination, which a grant names. Calls. Every message carries a salt
+// beside its number: a digest of the call (what, element type, operation, count, root, algorithm) and of how many
+// calls came before. A receiver takes a message only if the salt is its own, so calls that do not belong together
+// never exchange data, whatever numbers their messages have. An LL line holds the number in its first half, alone,
+// and in its second half together with the salt: the first tells that the line is of this message, the second that
+// it is of this call.
 #pragma once
 
 #include "kernels/collective/link_delays.h"
@@ -147,7 +147,7 @@ struct Grant {
 };
 static_assert(sizeof(Grant) == 64);
 
-// What a message is recognised by: its number in the low half, the salt of its call in the high one.
+// A message's tag: its number in the low half, the salt of its call in the high half.
 WEFT_DEVICE constexpr uint64_t message_tag(uint64_t number, uint32_t salt) {
   return uint64_t{salt} << 32 | static_cast<uint32_t>(number);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// program_conclude.cuh: what a block tells others: signals and headers of a step that is done, grants for
-// messages to come, and what is taken back by a block that gives up.
+// program_conclude.cuh: what a block sends besides data: signals and headers of a finished step, grants for
+// messages to come, and, when it gives up, what it takes back.
 #pragma once
 
 #include "kernels/collective/program_carry.cuh"
@@ -10,8 +10,9 @@ namespace weft {
 
 namespace program {
 
-// Whether what this visit has read of the sender's own memory was what it sent. A sender that gives up takes
-// its messages back before its memory is its caller's again: see take_back(). One thread, after the block.
+// Whether the data that this visit read from the sender's own memory was still the message. A sender that
+// gives up takes its messages back before its caller owns the memory again: see take_back(). One thread,
+// after the block.
 template <class MeshT>
 WEFT_DEVICE bool still_holds(const ProgramArgs& a, const MeshT& mesh, const Cursor& cursor,
                              const Turn& turn) {
@@ -134,8 +135,8 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   cursor.is_done = !cursor.refers;
 }
 
-// Tells the sender where this rank's buffers are: if it makes the same call, it may store into them from now
-// on.
+// Tells the sender where this rank's buffers are. A sender that makes the same call may store into them from
+// now on.
 template <class MeshT>
 WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t tag) {
   std::byte* const window = mapped_window(mesh, static_cast<uint32_t>(block.recv_peer));
@@ -154,8 +155,8 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
   store_release(&there->tag, tag);
 }
 
-// After giving up: nobody stores into this rank's buffers any more, nor takes what is in them for what it
-// sent. What was lent to port peers, the host takes back. One thread.
+// After giving up: peers no longer store into this rank's buffers, and no longer take their contents for
+// its messages. The host takes back what was lent to port peers. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void take_back(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                            const Cursor& cursor) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// program_loans.cuh: messages to port peers that go from where they lie, to where they belong, by memory that calls have lent
-// to their link: which ends of a message are lent, and grants of loans.
+// program_loans.cuh: messages to port peers that travel from the sender's buffer straight into the receiver's, in
+// memory that calls have lent to their link: which ends of a message are lent, and grants of loans.
 #pragma once
 
 #include "kernels/collective/program_turn.cuh"
@@ -16,8 +16,8 @@ struct Lent {
   uint64_t at = 0;
 };
 
-// A receiver that is not in the call yet, or in another, grants nothing: after so long the message goes to its slot, where it is
-// seen for what it is.
+// How long a sender waits for a grant. A receiver that has not begun the call, or makes another call, grants nothing.
+// The message then goes to its slot, where the receiver sees which call it is of.
 inline constexpr uint64_t kGrantPatience_ns = 5'000'000;
 
 template <class MeshT>
@@ -34,7 +34,7 @@ WEFT_DEVICE Lent lent_if_whole(uint32_t loan, const Piece& piece, const std::byt
   return loan && at % 16 == 0 && piece.bytes >= units * 16 ? Lent{loan, at} : Lent{};
 }
 
-// What the step sends, where it may be referred to.
+// The step's message in lent memory, if the step may refer to it.
 template <class Shape>
 WEFT_DEVICE Lent lent_source(const ProgramArgs& a, const Shape& shape, const Turn& turn) {
   if (!(turn.step->direct & kMayRefer) || !may_be_direct(a, shape, turn.units)) return {};
@@ -43,7 +43,7 @@ WEFT_DEVICE Lent lent_source(const ProgramArgs& a, const Shape& shape, const Tur
   return lent_if_whole(a.loans[buffer], is_send ? turn.src : turn.dst, a.buffers[buffer].base, turn.units);
 }
 
-// Where the peer wants it, as its grant says, if that has come.
+// The message's destination at the peer, if the peer's grant has come.
 template <class MeshT, class Shape>
 WEFT_DEVICE Lent lent_target(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                              const Cursor& cursor, const Turn& turn) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// program_route.cuh: what a step has to wait for (has_all), and which way its message goes once that is there:
-// through the slot, from memory that the sender refers to, or into memory that the receiver has granted.
+// program_route.cuh: what a step has to wait for (has_all), and how its message then travels: through the
+// slot, from memory that the sender refers to, or into memory that the receiver has granted.
 #pragma once
 
 #include "kernels/collective/program_loans.cuh"
@@ -206,7 +206,7 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bo
     if (is_alone && !is_check_due(polls)) continue;
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
-    // A block that waits for another of its rank leaves it to that one to say which peer is missing.
+    // A block that waits for another block of its rank reports nothing: the other block names the missing peer.
     const uint64_t allowed_ns = lack.peer == self ? 2 * a.wait.timeout_ns : a.wait.timeout_ns;
     const bool is_late = now - cursor.waiting_since_ns > allowed_ns;
     if (is_late) give_up(a, cursor, lack, now - cursor.waiting_since_ns);

@@ -46,7 +46,7 @@ struct Shared {
   Route route;
 };
 
-// A program in memory, which run_program interprets. What run_compiled runs has the same form, as constants.
+// A program in memory, which run_program interprets. run_compiled runs the same form, made of constants.
 struct InMemory {
   const ProgramArgs& a;
   // Calls f(block, step, the step's waits); steps that are fused with it follow it in memory.
@@ -58,7 +58,7 @@ struct InMemory {
   }
 };
 
-// What one program block needs to know in a visit.
+// The state of one program block in a visit.
 struct Turn {
   const ProgramBlock* block;
   const ProgramStep* step;
@@ -193,7 +193,7 @@ WEFT_DEVICE uint64_t progress_value(uint64_t epoch, uint64_t iteration, uint32_t
   return (epoch << 40) + iteration * steps + step + 1;
 }
 
-// What the chunk of a message says of itself, where chunks have sizes of their own.
+// The mark of a message's chunk, where chunks have sizes of their own.
 WEFT_DEVICE uint32_t mark_of(const ProgramArgs& a, const Cursor& cursor, const Turn& turn) {
   if (!a.skip_empty) return 0;
   const bool is_src = turn.src.at != nullptr;

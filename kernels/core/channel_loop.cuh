@@ -61,7 +61,7 @@ struct Side {
   WEFT_DEVICE void tell(uint64_t value) {
     if (warp.rank() == 0) mesh.to(a.peer).put_value(a.signal_at, value);
   }
-  // Both say so much and wait for the other to.
+  // Both ranks publish this value and wait for the other's.
   WEFT_DEVICE bool meet() {
     tell(++said);
     return wait(a.signal_at, said);
@@ -97,7 +97,7 @@ struct Side {
     }
     return true;
   }
-  // The other rank's word never goes back: the calls say what it has been told, the last says more.
+  // The other rank's word never decreases: calls repeat the last value, and the last call raises it.
   WEFT_DEVICE bool one_way() {
     if (a.is_first) {
       for (uint32_t i = 0; i < a.count; ++i) call(i, said);

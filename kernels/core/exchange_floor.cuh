@@ -46,7 +46,7 @@ struct ExchangeFloorArgs {
   uint64_t bytes;  // to each peer; a multiple of 16
   uint32_t share;  // of each block, in vectors, or in lines
   uint32_t longer;
-  uint32_t peers;  // 1 to R - 1; of lines R - 1: who is two launches ahead must have been read
+  uint32_t peers;  // 1 to R - 1; with lines R - 1, so that a rank two launches ahead has been read
   uint32_t waits;  // 0: a copy
 };
 
@@ -82,7 +82,7 @@ struct Side {
   WEFT_DEVICE uint32_t first() const { return share_at(block.index()); }
   WEFT_DEVICE uint32_t last() const { return share_at(block.index() + 1); }
 
-  // The warp: waits to be told by the same warp of all who send here.
+  // The warp: waits for the flags of the same warp of all sources.
   WEFT_DEVICE void await(uint32_t pipe) const {
     for (uint32_t i = warp.rank(); i < a.peers; i += warp.size()) {
       const uint32_t peer = predecessor(i);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A FaultBox is where a kernel says why it gave up: one record, in memory that the host can read while the
-// kernel runs. The first to raise writes it; later ones are dropped. It has a second record, for what the caller of this
-// rank did wrong: that ends no wait, so the call goes on, for the other ranks as if nothing were wrong. Host and device
-// share this header.
+// kernel runs. The first fault is written; later ones are dropped. A second record is for mistakes of this rank's
+// caller: a mistake ends no wait, so the call goes on, and other ranks notice nothing. Host and device share this
+// header.
 #pragma once
 
 #include "kernels/target/target.h"

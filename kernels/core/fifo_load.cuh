@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fifo_load.cuh: what is timed of the queue between kernels and the host threads that serve their ports.
+// fifo_load.cuh: times the queue between kernels and the host threads that serve their ports.
 // kRate: each producer, a thread of its own warp, asks for values as fast as it can, on a channel of its own.
 // kTrips: one producer asks to be answered (a flush), and notes when it asked and when it was.
 // Waits: for answers; bounded by the mesh.

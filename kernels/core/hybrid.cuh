@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// hybrid.cuh: a mesh of mapped peers and ports. Which it is, is looked up per peer and the same in every lane
-// of a warp that asks for the same peer. Kernels on ranks that have one kind of peer only are compiled with
-// that kind's mesh instead and pay nothing.
+// hybrid.cuh: a mesh of mapped peers and ports. Each access looks up the peer's kind, which is the same in
+// every lane of a warp that asks for the same peer. Kernels on ranks that have one kind of peer only are
+// compiled with that kind's mesh instead and pay nothing.
 #pragma once
 
 #include "kernels/core/channel.cuh"

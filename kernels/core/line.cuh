@@ -31,8 +31,8 @@ struct LinePart {
   WEFT_DEVICE constexpr bool holds(uint32_t vecs) const { return !is_tag() && vec() < vecs; }
 };
 
-// The tag of a call's lines: its number, mixed (splitmix64's finaliser, a bijection, so calls differ). What
-// other calls left in the same memory, rows and counts too, looks like it with probability 2^-64 a line.
+// The tag of a call's lines: its number, mixed (splitmix64's finaliser, a bijection, so calls differ). Old
+// contents of the same memory, rows and counts too, equal it with probability 2^-64 a line.
 WEFT_DEVICE constexpr uint64_t line_tag(uint64_t number) {
   uint64_t tag = number + 0x9e3779b97f4a7c15u;
   tag = (tag ^ tag >> 30) * 0xbf58476d1ce4e5b9u;
@@ -50,8 +50,8 @@ WEFT_DEVICE void store_part(Vec16* lines, LinePart part, Vec16 vec, uint64_t tag
   store_line_part(lines + part.index, vec, part.is_tag());
 }
 
-// Loads a part. Lanes with the parts of one line call it together: what they get is the line's where none of
-// them gets false.
+// Loads a part. Lanes with the parts of one line call it together. The line is whole if none of them gets
+// false.
 WEFT_DEVICE bool load_part(const Vec16* lines, LinePart part, uint64_t tag, Vec16& vec) {
   if constexpr (!kLoadsLinesWhole) {
     const Vec16 last = load_line(lines + part.index / kLineParts * kLineParts + kLineVecs);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reach.cuh: which way a peer goes. Peers that this rank can store to, itself included, get everything by stores into
-// their windows; the others through their ports, from an outbox in this rank's window. It is the same in every lane of a
-// warp. Kernels for ranks that all map each other know that there are no ports, and pay nothing.
+// reach.cuh: how a peer is reached. This rank stores into the windows of peers that it maps, itself included; other
+// peers get data through their ports, from an outbox in this rank's window. It is the same in every lane of a warp.
+// Kernels for ranks that all map each other know that there are no ports, and pay nothing.
 #pragma once
 
 #include "kernels/core/channel.cuh"

@@ -51,7 +51,7 @@ class Span {
       if (log_) end_span(log_, span_);
   }
   Span(const Span&) = delete;
-  // Who it was, where that is known at the end only.
+  // Sets the peer, where it is known only at the end.
   WEFT_DEVICE void set_peer(uint32_t peer) {
     if constexpr (kMayTrace) span_.peer = static_cast<uint16_t>(peer);
   }

@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// What a span is about, besides waits, which are told by their Site.
+// The work of a span. Waits have their Site instead.
 enum class Work : uint32_t {
   kNotify,           // dispatch: count, exchange counts, number rows
   kPushRows,         // dispatch: a warp's rows to all peers

@@ -4,8 +4,8 @@
 // grow; a wait acquires, so everything its writer released is visible after it. Every wait is bounded: when
 // the time is up, or another warp has already raised a fault, it returns false.
 //
-// Who gave up has no right results, and must not send wrong ones to a rank that is merely late. Within its
-// launch a kernel sends nothing that it made of what did not come. Launches after it, which the host may have
+// A rank that gave up has wrong results, and must not send them to a rank that is merely late. Within its
+// launch a kernel sends nothing that it made from missing data. Later launches, which the host may have
 // queued before it knew, send nothing at all: see is_void().
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace weft {
 
-// What every kernel is told: how long to wait, where to say why it gave up, where to note what took how long.
+// The wait settings of every kernel: how long to wait, where to report a fault, where to trace spans.
 struct WaitRule {
   uint64_t timeout_ns;
   FaultBox* fault;
@@ -35,13 +35,13 @@ WEFT_DEVICE uint32_t load_gave_up(const WaitRule& rule) {
   return rule.gave_up ? load_relaxed(rule.gave_up) : 0;
 }
 
-// Whether a loop that has looked `looks` times in vain looks at the clock and the fault box as well.
+// Whether a loop reads the clock and the fault box after `looks` polls in vain.
 WEFT_DEVICE constexpr bool is_check_due(uint32_t looks) {
   return looks % kLooksPerCheck == kFirstCheck;
 }
 
-// A wait has ended in vain. Other faults than a lost peer are found by all ranks alike, and the next launch is
-// a good one again.
+// Call after a wait in vain. All ranks find faults other than a lost peer alike, and the next launch works
+// again.
 WEFT_DEVICE void note_loss(const WaitRule& rule, bool is_late) {
   const bool is_lost =
       is_late || (load_acquire(&rule.fault->raised) != 0 && rule.fault->site == Site::kPeerDied);
@@ -55,7 +55,7 @@ struct PatienceBy {
   uint64_t since_ns = 0;
   uint64_t waited_ns = 0;
 
-  // After look number `looks` in vain. True: time is up, or another warp has raised a fault.
+  // Call after poll number `looks` in vain. True: time is up, or another warp has raised a fault.
   WEFT_DEVICE bool ends(uint32_t looks) {
     if (!is_check_due(looks)) return false;
     const uint64_t now = now_ns();
@@ -69,7 +69,7 @@ struct PatienceBy {
 };
 using Patience = PatienceBy<WaitRule>;
 
-// Looks, from one thread, until came() says so. False: time is up, or another warp has raised a fault.
+// Polls came() from one thread until it returns true. False: time is up, or another warp has raised a fault.
 template <class Rule, class Came>
 WEFT_DEVICE bool poll(const Rule& rule, uint64_t& waited_ns, Came came) {
   PatienceBy<Rule> patience{rule};
@@ -82,7 +82,7 @@ WEFT_DEVICE bool poll(const Rule& rule, uint64_t& waited_ns, Came came) {
   return true;
 }
 
-// The same from a warp, which looks and gives up together: came() must say the same in every lane.
+// The same from a warp, which polls and gives up together: came() must return the same in every lane.
 template <class Came>
 WEFT_DEVICE bool poll_together(Warp warp, const WaitRule& rule, uint64_t& waited_ns, Came came) {
   Patience patience{rule};

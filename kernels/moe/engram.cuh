@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// engram.cuh: reads entries of a table that is spread over the ranks. Nobody else takes part in a read.
+// engram.cuh: reads entries of a table that is spread over the ranks. Only the reading rank takes part in a read.
 // Steps: every warp takes kLandings entries. 1 It finds the rank of each, and copies it out of that rank's window, or asks
 // its port to get it   2 It copies out what was asked for, entry by entry as they land.
 // Waits: step 2, for one entry of one rank.

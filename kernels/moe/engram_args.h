@@ -37,7 +37,7 @@ struct EngramArgs {
   uint32_t reserved;
 };
 
-// Nothing of it is worth a constant: a row's bytes decide between widths at run time.
+// It has no constants: the bytes of a row choose the copy's width at run time.
 struct EngramShape {};
 
 }  // namespace weft

@@ -44,7 +44,7 @@ struct CountHeader {
 static_assert(sizeof(CountHeader) == 48);
 inline constexpr uint32_t kAgreedWords = 5;
 
-// What one rank tells each peer right before rows move: where they go, and which dispatch this is about.
+// The record that a rank gives each peer right before rows move: where rows go, and which dispatch they belong to.
 struct RendezvousRecord {
   uint64_t rows_at;
   uint64_t meta_at;
@@ -52,7 +52,7 @@ struct RendezvousRecord {
   uint64_t handle;  // these three must agree on all ranks
   uint64_t row_bytes;
   uint64_t extras;  // what else travels with a row: see row_extras()
-  // Of a rank that found no room: it takes no rows, so nobody sends any.
+  // Of a rank that found no room: its peers send it no rows.
   uint64_t lacking_bytes;  // what it needs in one piece; 0: it has room
   uint64_t free_bytes;     // its largest free piece
 };
@@ -110,8 +110,9 @@ WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_b
   return layout;
 }
 
-// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal: at least so
-// many rows that a warp still has some to send while its release of the chunk before waits for the link.
+// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal. A chunk has
+// enough rows that a warp still has some to send while its release of the previous chunk waits for the
+// link.
 inline constexpr uint32_t kMaxChunks = 1024;
 inline constexpr uint32_t kMinChunkRows = 8;
 WEFT_DEVICE constexpr uint32_t chunk_rows(uint32_t pair_rows) {
@@ -178,7 +179,7 @@ struct DispatchArgs : CallControl, RoutePlaces, DispatchTensors {
   uint32_t experts;
   uint32_t experts_per_rank;
   uint32_t id_bytes;
-  uint32_t fill_tail;     // 1: set the ids of rows that nobody sends to -1
+  uint32_t fill_tail;     // 1: set the ids of rows that no rank fills to -1
   uint32_t keep_weights;  // 1: a slot whose expert is elsewhere keeps its weight, else 0 arrives
   uint32_t reserved;
   WarpRange row_warps;

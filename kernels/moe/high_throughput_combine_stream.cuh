@@ -17,8 +17,8 @@ struct ArrivedToken {
   bool is_there;
 };
 
-// What is asked for next: pieces of the current token's rows, each of all rows before the next piece, then of the next
-// token's.
+// The next piece to load: each piece of all rows of the current token before the next piece, then those of the next
+// token.
 struct Asking {
   uint32_t offset = 0;
   uint32_t row = 0;

@@ -16,7 +16,7 @@ namespace combine {
 // rather add long pieces of one row.
 inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
 inline constexpr uint32_t kVecsInFlight = kSumVecs;
-// It is asked for the next token's rows while it sums one's: by itself it starts anew with every row.
+// A host core prefetches the next token's rows while it sums this one's: its own prefetcher starts anew with every row.
 inline constexpr bool kAsksAhead = Warp::kMaxSize == 1;
 
 // The rows of one token: `count` of them, consecutive in staging, but number `mine` (if any) is in this

@@ -27,8 +27,8 @@ WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh
          chunk;
 }
 
-// How many of a peer's chunks from `first` on have come, one after the other: kChunksAtOnce at most. What
-// they brought is visible afterwards. One thread.
+// How many of a peer's chunks from `first` on have come without a gap: kChunksAtOnce at most. Their rows
+// are visible afterwards. One thread.
 WEFT_DEVICE uint32_t chunks_come(const uint64_t* signals, uint64_t epoch, uint32_t first, uint32_t chunks) {
   uint64_t seen[kChunksAtOnce];
   WEFT_UNROLL
@@ -47,7 +47,7 @@ WEFT_DEVICE uint32_t chunks_come(const uint64_t* signals, uint64_t epoch, uint32
   return count;
 }
 
-// What one look at the signals of a lane's peers found.
+// The result of one poll of the signals of a lane's peers.
 struct Look {
   bool has_moved;
   bool is_missing;
@@ -73,7 +73,7 @@ WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& m
   return look;
 }
 
-// The watch warp: until every chunk is here, or none has come for too long.
+// The watch warp: runs until every chunk is here, or until no chunk has come for too long.
 template <class MeshT>
 WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
                               const Progress& progress) {

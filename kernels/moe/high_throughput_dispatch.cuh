@@ -100,9 +100,9 @@ WEFT_DEVICE void send_route(const DispatchArgs& a, const Shape& shape, const Pee
   reinterpret_cast<float*>(place.weights)[at] = is_local || a.keep_weights ? weight : 0.0f;
 }
 
-// What goes beside a token's rows to `count` peers, one lane each: `peer` is the lane's, `row` its row there
-// or -1. Lanes share all slots of all peers, then all scales: memory is far, and loads wait for each other as
-// little as can be.
+// Sends ids, weights, scales and origins of a token's rows to `count` peers, one lane each: `peer` is the
+// lane's peer, `row` its row there or -1. Lanes share all slots of all peers, then all scales: memory is far,
+// and loads wait for each other as little as can be.
 template <class Shape>
 WEFT_DEVICE void send_meta_of(const DispatchArgs& a, Warp warp, const Shape& shape, const PeerPlace* places,
                               uint64_t token, uint32_t first_peer, uint32_t count, int64_t row) {
@@ -153,7 +153,7 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
   }
 }
 
-// Rows that nobody sends have no experts.
+// Sets the experts of rows that no rank fills to none.
 template <class Shape>
 WEFT_DEVICE void fill_tail(const DispatchArgs& a, Block block, uint32_t ranks, uint32_t self,
                            const Shape& shape, const PeerPlace& mine) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// high_throughput_layout.cuh: who gets what, before any row moves.
+// high_throughput_layout.cuh: counts and places of rows, before any row moves.
 //   dispatch_layout  counts tokens per rank and per expert and marks which token goes to which rank
 //   dispatch_notify  gives every row its place, and tells all ranks how many rows go where
 // dispatch_notify's blocks: the first counts the rows for each peer, sends this rank's counts to all of them,

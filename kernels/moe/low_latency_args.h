@@ -41,7 +41,7 @@ struct LowLatencyBoard {
   uint64_t own_bytes;
 };
 
-// What both kernels need to know about a call.
+// The part of a call's arguments that both kernels have.
 struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset

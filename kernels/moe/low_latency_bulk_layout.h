@@ -21,7 +21,7 @@ WEFT_DEVICE constexpr uint32_t bulk_piece_bytes(uint64_t row_bytes) {
 // Batches of one token that a warp sends before it waits until they have arrived.
 inline constexpr uint32_t kBatchesTogether = 4;
 
-// What DispatchShared has for a block's token, each warp has for its own.
+// Each warp has its own copy of the DispatchShared fields of a block's token.
 struct DispatchBulkShared {
   uint64_t parts;  // [warps] of part_bytes
   uint64_t slot;   // in a part, like what follows

@@ -2,8 +2,8 @@
 //
 // low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
 //
-// Nothing runs at the end of a launch: no block meets another. What a launch has read is acknowledged by the
-// next one, when the stream has ordered all of it; peers need that acknowledgement two calls later.
+// Nothing runs at the end of a launch: no block waits for another. The next launch acknowledges the messages
+// that this one has read, since the stream orders the two. Peers need that acknowledgement two calls later.
 #pragma once
 
 #include "kernels/core/reach.cuh"
@@ -125,7 +125,7 @@ WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
   return call.masked && load_relaxed(call.masked + peer) != 0;
 }
 
-// A peer that was waited for in vain is masked, or it is a fault.
+// Call after a wait for a peer in vain: masks the peer, or raises a fault.
 WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint64_t want, uint64_t seen,
                       uint64_t waited_ns) {
   if (!call.may_mask) {
@@ -153,12 +153,12 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const MeshT& mesh, const uint
   return false;
 }
 
-// What the first warp of a block asks for as it starts: it is on its way while the block gets ready.
+// The values that the first warp of a block loads as it starts: they are on their way while the block gets ready.
 struct Joined {
   uint64_t started;  // in its first lane: what the call's number is made of
   uint64_t even;     // each lane: the last call of either half that a peer has read
   uint64_t odd;
-  uint32_t gave_up;  // not 0: nobody takes part any more
+  uint32_t gave_up;  // not 0: an earlier launch gave up, so no rank takes part
 };
 
 // One thread. All blocks of the launch share out kLaunchShare so that they read the same quotient: the last block adds

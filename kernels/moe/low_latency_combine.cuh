@@ -4,7 +4,8 @@
 // Send:    1 every rank tells its peers the weights of its tokens (exact: only that it has come)
 //          2 every warp takes a piece of the messages of one (owner, batch), in the dispatch's terms: sums a
 //            message's rows with their weights and stores one reply per token (exact: one per row, as it
-//            is), then moves the batch's word. What came as lines is answered as lines, and no word moves
+//            is), then moves the batch's word. Tokens that came as lines are answered as lines, without a
+//            word
 // Receive: 3 every warp takes a part of one token, waits for the batches that bring its replies, or for
 //            lines, and sums them. Where one launch does both phases, of up to 128 tokens a rank, the rank's own
 //            rows are summed here, while others' replies are on their way, and it sends itself none

@@ -36,7 +36,7 @@ WEFT_DEVICE void send_weights(const C& c) {
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
     if (c.takes_own_weights()) send_weights_to(c, peer);
-    if (c.has_lines()) {  // nobody who answers waits for the handshake
+    if (c.has_lines()) {  // no rank that answers waits for the handshake
       if (c.block.rank() + c.warp.size() == c.block.size())
         send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
       continue;
@@ -81,7 +81,8 @@ struct RowSource {
   }
 };
 
-// What a warp sums of a reply, in the layout's terms. A piece that no lines carry is not shared: its word says all of it.
+// The part of a reply that a warp sums, in the layout's units. Warps share only pieces that travel as lines, because
+// one word covers a whole piece.
 template <class C>
 WEFT_DEVICE Range range_of(const C& c, const Message& m, const VecLayout& layout) {
   const Range piece = layout.range(m.piece, c.reply_parts());
@@ -183,8 +184,8 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, and whoever
-// was told places also leaves out an owner that means another call. The warp.
+// Waits for an owner's weights, if it sends any, unless these are lines. On the host, where that is cheap, and
+// where notes gave places, it also leaves out an owner that makes another call. The warp.
 template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool is_ready = true;
@@ -259,7 +260,7 @@ struct MessageWeights {
   }
 };
 
-// Whether the weights that the warp has listed say that slots are masked. The warp.
+// Whether any of the weights that the warp has listed is the mask pattern. The warp.
 template <class C>
 WEFT_DEVICE bool lists_masked(const C& c, uint32_t count) {
   bool has_any = false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_combine_bulk.cuh: the combine of low_latency_combine.cuh for launches on few SMs, with reduced replies: the same
-// weights, replies and words, but no lines. What registers of few SMs hold under way is not enough to hide how far memory
-// is: rows and replies come through shared memory by bulk copies, and replies leave so.
+// weights, replies and words, but no lines. The registers of few SMs cannot hold enough loads under way to hide the
+// latency of memory. So rows and replies come through shared memory by bulk copies, and replies leave by bulk copies.
 // Send:    1 weights, as there
 //          2 every warp takes (owner, batch) pairs, sums each message's rows and sends the sum; then the batch's word moves
 // Receive: 3 every warp takes tokens, waits for the batches that bring its replies, and sums them

@@ -54,7 +54,7 @@ class RowLists {
   bool is_second_ = false;
 };
 
-// What is asked for next: a piece of all rows of the current list before the next piece, then of the next list's.
+// The next piece to load: a piece of all rows of the current list before the next piece, then pieces of the next list.
 struct RowsAsked {
   uint32_t offset = 0;
   uint32_t row = 0;
@@ -66,7 +66,7 @@ template <class Queue>
 WEFT_DEVICE void ask_for_rows(Queue& queue, RowsAsked& asked, const RowList& current, const RowList& next,
                               uint32_t row_bytes) {
   while (queue.has_room()) {
-    // Values, not the list: what has an address does not stay in registers.
+    // Values, not the list: a variable whose address is taken does not stay in registers.
     const std::byte* const* rows = asked.of_next ? next.rows : current.rows;
     const uint32_t count = asked.of_next ? next.count : current.count;
     if (asked.offset >= row_bytes || count == 0) {

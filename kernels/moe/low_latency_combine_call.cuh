@@ -14,7 +14,7 @@
 namespace weft {
 namespace low_latency {
 
-// Bits of a weight that say: the slot is masked. Nobody's weight has them: see given_weight().
+// The bits of a weight that mean "masked". No caller's weight has them: see given_weight().
 inline constexpr uint32_t kMaskedWeight = 0xffffffffu;
 inline constexpr uint32_t kNanWeight = 0x7fc00000u;
 WEFT_DEVICE constexpr uint32_t unmasked(uint32_t weight) {
@@ -102,7 +102,7 @@ struct Combine {
     return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
            bytes_of_element(shape.out_element);
   }
-  // What a receiver takes at a time, of units that pieces are made of: a part of one piece.
+  // The part of one piece that a receiver takes at a time, in units of pieces.
   WEFT_DEVICE Range part_of_units(uint32_t units, uint32_t split) const {
     const Range piece = part_of(units, split / a.piece_splits, a.pieces);
     const Range part = part_of(piece.last - piece.first, split % a.piece_splits, a.piece_splits);
@@ -124,7 +124,7 @@ struct Combine {
 
   // Whether the ids are those of the dispatch because they are the same memory.
   WEFT_DEVICE bool has_sent_ids() const { return a.topk_idx == a.sent_idx; }
-  // What slot k of a token of this rank chose at the dispatch, and what it means now; -1: nothing.
+  // The expert of slot k of a token of this rank: at the dispatch, and in this combine; -1: none.
   WEFT_DEVICE int64_t sent_expert(uint32_t token, uint32_t k) const {
     return expert_or_none(a.call, expert_at(a.sent_idx, a.sent_id_bytes, uint64_t{token} * top_k() + k));
   }
@@ -188,9 +188,9 @@ struct Combine {
     return weight;
   }
 
-  // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
-  // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has
-  // many tokens. Where weights came with the dispatch phases are mostly launches of their own: it would be code for nothing.
+  // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. It
+  // does not where x may change before replies come, where x comes row by row, or where a batch has many tokens. Where
+  // weights came with the dispatch, phases are mostly separate launches and the code would hardly run.
   WEFT_DEVICE bool sums_own() const {
     return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
            batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
@@ -223,7 +223,7 @@ struct Combine {
   WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
     return part_at(false) + port_layout().replies + number * port_layout().stride;
   }
-  // What stays in memory of this rank's device where there is a board; else null.
+  // This rank's own part in memory of its device, where there is a board; else null.
   WEFT_DEVICE std::byte* own_half() const {
     return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
   }
@@ -252,7 +252,7 @@ struct Combine {
   WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
     return a.carriers[table * ranks() + of];
   }
-  // The rank that sends this rank what `rank` has for it.
+  // The rank that sends this rank the replies of `rank`.
   WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
   // Whether replies to the owner go through the carrier of this node.
   WEFT_DEVICE bool is_carried(uint32_t owner) const {
@@ -346,7 +346,7 @@ WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of) {
   return count;
 }
 
-// The weights of what is listed, by slot. The warp.
+// Loads the weights of the listed rows, by slot. The warp.
 template <class C, class WeightOf>
 WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
   for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size()) c.weights()[i] = weight_of(c.slots()[i]);

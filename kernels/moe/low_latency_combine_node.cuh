@@ -9,7 +9,7 @@
 // Sums:    a rank's row is rounded as a reply is. The carrier adds rows in float32, in the order of the token's slots that
 //          they are the first of, and rounds once.
 // Waits:   step 1 for the owner's note; step 2 for that and for step 1 of the node's other ranks. A block does all its step 1
-//          before any step 2, so nobody waits for one who waits for him.
+//          before any step 2, so no two ranks wait for each other.
 #pragma once
 
 #include "kernels/moe/low_latency_combine_answer_ports.cuh"
@@ -18,14 +18,15 @@
 namespace weft {
 namespace low_latency {
 
-// What is noted of a token in gathered(): the first of its slots that a rank has a row for, plus one; 0: no message;
-// top_k + 1: a message without rows. Of this rank's own, beyond kSlotBits, which message it is.
+// An entry of gathered() for a token: the first of its slots that a rank has a row for, plus one; 0: no message;
+// top_k + 1: a message without rows. For this rank's own messages the bits above kSlotBits hold the message's
+// number.
 inline constexpr uint32_t kSlotBits = 16;
 WEFT_DEVICE constexpr uint32_t slot_noted(uint32_t noted) {
   return noted & ((uint32_t{1} << kSlotBits) - 1);
 }
 
-// What the ranks of this node have for a batch of another node's rank, in its carrier's window.
+// The replies of this node's ranks to a batch of another node's rank, in the window of its carrier.
 template <class C>
 struct NodeBatch {
   const C& c;
@@ -96,7 +97,7 @@ WEFT_DEVICE void for_each_batch(const C& c, Answer answer) {
 
 // ---- step 1
 
-// What this rank has for a batch is at the carrier: says so. The warp.
+// Tells the carrier that this rank's replies to a batch are there. The warp.
 template <class C>
 WEFT_DEVICE void tell_carrier(const C& c, const NodeBatch<C>& node) {
   const uint32_t* noted = c.gathered(node.own_place());
@@ -140,7 +141,7 @@ WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
 
 // ---- step 2
 
-// Waits for what the others of this node have for a batch. The warp.
+// Waits for the replies of this node's other ranks to a batch. The warp.
 template <class C>
 WEFT_DEVICE bool await_node(const C& c, const NodeBatch<C>& node) {
   bool came = true;
@@ -156,7 +157,7 @@ WEFT_DEVICE bool await_node(const C& c, const NodeBatch<C>& node) {
   return !c.warp.any(!came);
 }
 
-// Copies what the others have noted beside what this rank has. The block, which synchronises afterwards.
+// Copies the other ranks' entries of gathered() beside this rank's. The block, which synchronises afterwards.
 template <class C>
 WEFT_DEVICE void gather_noted(const C& c, const NodeBatch<C>& node) {
   const uint32_t capacity = c.batches().capacity;
@@ -262,7 +263,7 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
   return true;
 }
 
-// Sums what this node has for a batch of an owner that this rank carries for, and sends it. The block.
+// Sums this node's replies to a batch of an owner that this rank carries for, and sends the sums. The block.
 template <class C>
 WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
   if (c.present()[owner] == 0) return;
@@ -291,7 +292,8 @@ WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
   if (all_made(c, is_made) && c.warp.index() == 0 && sums != 0) replies.send(sums, sums);
 }
 
-// The batches of all owners that this rank carries for. Apart, so that other roles have the registers that this takes.
+// The batches of all owners that this rank carries for. A function of its own, so that its registers do not burden
+// other roles.
 template <class MeshT, class Shape>
 WEFT_APART void gather_batches(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape,
                                Epoch epoch) {

@@ -4,7 +4,7 @@
 // every peer in a note where the peer's replies to each of its batches begin, with the weights of its tokens. Replies to
 // a mapped owner are built there; those to a port peer in the outbox, from which they leave in one range for each batch,
 // or in more where the outbox is small (low_latency_combine_answer_ports.cuh).
-// Waits: where the outbox is small, for what has been put before.
+// Waits: where the outbox is small, for earlier puts out of it.
 #pragma once
 
 #include "kernels/moe/low_latency_combine_call.cuh"
@@ -132,7 +132,7 @@ class PortReplies {
     if (is_reduced(c_.shape.reply)) place({}, 0, nullptr);
   }
   WEFT_DEVICE void finish(const Message&, uint32_t, uint32_t messages) { send(built_, messages); }
-  // Of `built` replies those that have not left do, and the batch's word behind them.
+  // Sends those of the `built` replies that have not left, and the batch's word behind them.
   WEFT_DEVICE void send(uint32_t built, uint32_t messages) {
     const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch_);
     const uint64_t value = c_.epoch.number * kWordEpoch | kWordDone | messages;

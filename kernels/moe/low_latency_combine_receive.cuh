@@ -53,7 +53,7 @@ WEFT_DEVICE bool has_reply(const C& c, uint32_t k) {
   return is_own;
 }
 
-// Whether it has got it, where no lines come. One thread.
+// Whether the slot has its reply, where replies do not come as lines. One thread.
 template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
   if (!has_reply(c, k)) return false;
@@ -71,8 +71,7 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   return came;
 }
 
-// Statistics of a token's replies that come as lines: when the tag of the first line of each did. Lanes share
-// them.
+// Statistics of a token's replies that come as lines: when the first line of each arrived. Lanes share them.
 template <class C, class Source>
 WEFT_DEVICE void note_waits(const C& c, const Source& source, uint32_t count) {
   const uint64_t start = cycles();
@@ -208,8 +207,8 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   c.warp.sync();
 }
 
-// The last warp of all, which has least to sum: a peer that brings no reply may mean another dispatch too.
-// What it raises ends the others' waits.
+// The last warp of all, which has least to sum, checks peers that bring no reply: they, too, may combine
+// another dispatch. A fault that it raises ends the others' waits.
 template <class C>
 WEFT_DEVICE void check_peers(const C& c) {
   if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;

@@ -9,7 +9,7 @@
 namespace weft {
 namespace low_latency {
 
-// What a reply that has come is found by: its slot of the dispatch, or its place among the replies to this rank.
+// The index of a reply: its slot of the dispatch, or its place among the replies to this rank.
 template <class C>
 WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t slot) {
   if constexpr (C::kPorts)
@@ -51,7 +51,7 @@ WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token, bool moved) {
   });
 }
 
-// What this rank would answer: the sum of the `count` rows that list_own_rows() has listed, rounded. The warp.
+// This rank's own reply: the rounded sum of the `count` rows that list_own_rows() has listed. The warp.
 template <class Element, uint32_t kVecs, class C>
 WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t count, Vec16 (&made)[kVecs],
                               uint32_t first, uint32_t last) {
@@ -87,8 +87,8 @@ WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t coun
   for (uint32_t v = 0; v < kVecs; ++v) made[v] = Element::round(sums[v]);
 }
 
-// Loads the listed replies. Those that come as lines it waits for, and one that does not come counts as
-// zeros. The own one it makes.
+// Loads the listed replies. It waits for replies that come as lines; one that does not come counts as
+// zeros. It makes this rank's own reply itself.
 template <class C, class Element>
 struct ReplySource {
   const C& c;

@@ -10,8 +10,8 @@
 namespace weft {
 namespace low_latency {
 
-// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A
-// host core has neither trouble.
+// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few.
+// Neither holds for a host core.
 inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 2;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 4;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch_build.cuh: builds messages. What a token chose says where it goes; its row is quantised in the
+// low_latency_dispatch_build.cuh: builds messages. A token's choices say where it goes; its row is quantised in the
 // payload's form and stored, with a head for each rank, at the places that route_token() has listed: in windows of
-// peers, or in an image in shared memory that lines are made of. Nobody is told of it here: that is delivering.
+// peers, or in an image in shared memory that lines are made of. Delivery, which tells the peers, is in
+// low_latency_dispatch_deliver.cuh.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -110,7 +111,7 @@ WEFT_DEVICE void count_token(const D& d) {
   d.warp.sync();
 }
 
-// Calls store(place) with where the current token's message is put together: at all its destinations, or in
+// Calls store(place) for each place where the current token's message is built: all its destinations, or
 // the image that lines are made of.
 template <class D, class Store>
 WEFT_DEVICE void at_places(const D& d, Store store) {
@@ -125,8 +126,8 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
   at_places(d, [&](std::byte* place) { store_watched(reinterpret_cast<Vec16*>(place + offset), vec); });
 }
 
-// What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
-// with kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
+// The first data of a row that a thread of the block sends. It loads them before the row's destination is known: with
+// kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
 // nothing.
 inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
 struct FirstVecs {
@@ -150,8 +151,8 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
   return first;
 }
 
-// One host thread, whose stores nobody looks at before the word moves: a token's row and scales, to each of its ranks or,
-// the row, to this rank's own window.
+// One host thread: stores a token's row and scales to each of its ranks, or the row to this rank's own window.
+// Receivers read them only after the word has moved.
 template <class D>
 WEFT_DEVICE void send_row_alone(const D& d, uint32_t token, const std::byte* row, const std::byte* scales) {
   const MessageLayout message = d.message();
@@ -273,7 +274,7 @@ WEFT_DEVICE void send_row(const D& d, uint32_t token, const FirstVecs& first) {
   }
 }
 
-// What a message to `rank` says of slot k: the expert, or that it is none of those that the message is for.
+// The entry of slot k in a message to `rank`: the expert, or -1 for an expert that the message is not for.
 template <class D>
 WEFT_DEVICE uint32_t expert_in_head(const D& d, uint32_t rank, uint32_t k) {
   if (d.is_shared()) return static_cast<uint32_t>(d.slot_choice()[k]);

@@ -71,7 +71,7 @@ struct Dispatch {
   WEFT_DEVICE const std::byte* message_from(uint32_t source, uint32_t batch, uint32_t index) const {
     return inbox(source) + payload_of(mesh, source) + message_at(source, batch, index);
   }
-  // What this rank sends to itself stays in memory of its device where there is a board.
+  // Where there is a board, this rank's messages to itself stay in memory of its device.
   WEFT_DEVICE std::byte* own_message(uint32_t batch, uint32_t index) const {
     return a.call.board.own + epoch.parity * a.call.board.own_bytes +
            (uint64_t{batch} * batches().capacity + index) * message().stride;
@@ -114,8 +114,8 @@ struct Dispatch {
     const uint64_t slot = (uint64_t{source} * batches().count + batch) * batches().capacity + index;
     return half_at() + slot * message().stride;
   }
-  // Whether this rank's rows stand once in its own window, for receivers to read there: on the host, of large calls. Not
-  // where ranks can be masked: nobody waits for one that is, and its receive may come late.
+  // Whether this rank's rows stand once in its own window, where receivers read them: in large calls on the host. Not
+  // where ranks can be masked: nobody waits for a masked rank, so rows could change while it still reads them.
   WEFT_DEVICE bool keeps_rows() const {
     if constexpr (kIsHost && !kPorts)
       return shape.payload == kPayloadCopy && a.call.masked == nullptr && !sends_lines() &&
@@ -123,7 +123,7 @@ struct Dispatch {
     else
       return false;
   }
-  // Offset in the window of a source where a row stands that it keeps: where the row of a message to itself may be.
+  // Offset, in the source's window, of a row that the source keeps: the place of the row in a message to itself.
   WEFT_DEVICE uint64_t kept_row_at(uint32_t source, uint32_t token) const {
     return message_at(source, 0, token) + message().row;
   }
@@ -145,7 +145,7 @@ struct Dispatch {
   WEFT_DEVICE DispatchOutbox outbox() const {
     return dispatch_outbox(shape.ranks, local_experts(), batches(), message());
   }
-  // Offsets in the window of what goes to a port peer: message `index` of a batch, and the first count_word().
+  // Offsets in the outbox for a port peer: message `index` of a batch, and the first count_word().
   WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t batch, uint32_t index) const {
     const uint64_t slot = (uint64_t{peer} * batches().count + batch) * batches().capacity + index;
     return outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride;

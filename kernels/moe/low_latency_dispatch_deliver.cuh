@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch_deliver.cuh: delivers messages: has batches of tokens built and tells peers how far each is, and what
-// this rank's tokens choose in all. A batch's word moves after every few messages and at its end; a message that leaves
-// as lines says itself that it has come.
+// low_latency_dispatch_deliver.cuh: delivers messages: builds batches of tokens, tells peers how many messages of each
+// have left, and how many of this rank's tokens chose each expert. A batch's word moves after every few messages and at
+// its end; a message that leaves as lines needs no word.
 #pragma once
 
 #include "kernels/moe/low_latency_dispatch_build.cuh"
@@ -21,7 +21,7 @@ WEFT_DEVICE Range counting_blocks(const D& d) {
   return {d.block.count() - count, d.block.count()};
 }
 
-// The warp: what a port peer gets of the counts leaves the outbox, and the handshake behind it.
+// The warp: sends a port peer its counts from the outbox, and the handshake behind them.
 template <class D>
 WEFT_DEVICE void send_counts_to_port(const D& d, uint32_t peer) {
   const int64_t places = records_of(d.mesh, peer);
@@ -97,7 +97,7 @@ WEFT_DEVICE void move_words(const D& d, uint32_t batch, uint64_t done) {
   }
 }
 
-// One warp, when a batch's only token was routed, if it has one: tells the peers to whom nothing goes.
+// One warp, after a batch's only token, if any, was routed: tells the peers that get no message of it.
 template <class D>
 WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
   for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
@@ -240,10 +240,10 @@ WEFT_DEVICE uint32_t first_token(const D& d) {
   return d.block.index() < d.batches().count ? batch_tokens(d, d.block.index()).first : d.a.call.tokens;
 }
 
-// What a block can do before it knows the call's number: read what its first token chose, and count what
-// tokens before that one choose, or what all tokens choose where it has no batch. Returns whether it did; a
-// block that needs both counts later. Warps from the second on, unless there is but one, since the first is
-// busy.
+// The work that a block does before it knows the call's number: it reads the choices of its first token,
+// and counts the choices of the tokens before that one, or of all tokens where it has no batch. Returns
+// whether it did; a block that needs both counts later. Run by the warps from the second on, unless there
+// is only one, since the first is busy.
 template <class D>
 WEFT_DEVICE bool prepare_send(const D& d) {
   const bool has_batch = d.block.index() < d.batches().count;

@@ -33,7 +33,7 @@ template <class D>
 WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   const auto* head = reinterpret_cast<const uint32_t*>(d.head());
   const uint32_t expert = d.own_expert(head[d.message().expert + k]);
-  // A rank that disagrees about sizes, which the call reports, may have written over this message.
+  // A rank with other sizes may have overwritten this message; the call reports that rank.
   if (expert >= d.own_experts() || d.sends_rows()[source] == 0) return {-1, 0, 0};
   const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
   if (d.is_packed())
@@ -75,8 +75,8 @@ WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source) {
   return count;
 }
 
-// One lane per slot, when nobody waits any more: notes where the rows of the message in head() came from, and
-// what the combine will need to know. The warp.
+// One lane per slot, off the critical path: notes where the rows of the message in head() came from, for the
+// combine. The warp.
 template <class D>
 WEFT_DEVICE void note_message(const D& d, uint32_t source, int32_t* record) {
   const auto* head = reinterpret_cast<const uint32_t*>(d.head());
@@ -184,7 +184,7 @@ struct Incoming {
     const bool head_came = take_lines(d.warp, message, d.message().head_vecs(), d.tag(), d.head());
     return head_came && (!takes_chunk || came);
   }
-  // What a word says has come.
+  // The messages that a word announces.
   WEFT_DEVICE void take(uint32_t index) {
     if (layout.lines) {
       layout.lines = false;
@@ -248,12 +248,12 @@ WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t bat
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 
-// Waits until a batch's word reaches `want`, or, where lines may come instead, until the first message's do:
-// then the word is less. The warp. False: neither came.
+// Waits until a batch's word reaches `want`, or, where lines may come instead, until the lines of the first
+// message have come; the word is then less than `want`. The warp. False: neither came.
 template <class D>
 WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   const uint64_t* at = batch_word(d, incoming.source, incoming.batch);
-  const bool takes_chunk = d.sends_lines();  // who has few tokens has peers who have few
+  const bool takes_chunk = d.sends_lines();  // a rank with few tokens mostly has peers with few
   auto look = [&] {
     word = d.warp.rank() == 0 ? load_signal(at) : 0;
     const bool came = incoming.look(takes_chunk);

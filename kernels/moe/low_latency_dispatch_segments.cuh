@@ -56,8 +56,8 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
   }
 }
 
-// The last block, which has least to unpack, finds out who means another call; on the host, where that is
-// near, each does. The warp.
+// The last block, which has least to unpack, looks for ranks that make another call; on the host, where
+// that is cheap, each block does. The warp.
 template <class D>
 WEFT_DEVICE void check_sources(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
@@ -104,7 +104,8 @@ WEFT_DEVICE void find_segments(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
     d.sends_rows()[source] = d.present()[source];
   d.warp.sync();
-  // First: who means another call tells other counts. Those that come through a port are there once it has arrived.
+  // Before the counts: a rank that makes another call has other counts, and counts that come through a port are there
+  // once the handshake is.
   if (reports || kIsHost || D::kPorts) check_sources(d);
   WEFT_ROLLED
   for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
@@ -125,7 +126,7 @@ WEFT_DEVICE void find_segments(const D& d) {
     }
     if (d.is_packed()) d.expert_rows()[expert] = begin;
     if (!reports) continue;
-    // Of R * M rows only tokens that name an expert more than once can bring too many.
+    // With room for R * M rows, only tokens that name an expert more than once can bring too many.
     if (!d.is_packed() && begin > d.a.expert_rows)
       raise(d.a.call.wait.fault,
             d.a.expert_rows < d.ranks() * d.a.call.max_tokens ? Site::kExpertCapacity

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_handshake.cuh: the handshake that ends what a rank sends to a peer. It publishes what was written
-// before, and says what the rank was called with; a peer that was called with something else is a fault.
+// low_latency_handshake.cuh: the handshake is the last thing that a rank sends to a peer. It publishes
+// everything written before, and carries the arguments that ranks must agree on; a difference is a fault.
 #pragma once
 
 #include "kernels/moe/low_latency_call.cuh"
@@ -31,7 +31,7 @@ WEFT_DEVICE void send_handshake_to_port(const LowLatencyCall& call, const MeshT&
                                 sizeof(LowLatencyHandshake), in_part(arrived, places), epoch.number);
 }
 
-// One thread: publishes what was written to the peer before, with what this rank was called with.
+// One thread: publishes all earlier writes to the peer, together with this rank's arguments.
 template <class MeshT>
 WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
                                 uint64_t dispatch_epoch) {
@@ -56,7 +56,7 @@ WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, 
   return await(call, mesh, signal, epoch.number, source, site, 1, seen);
 }
 
-// One thread, after that: whether the source means the same call; a fault if it does not.
+// One thread, after that: whether the source makes the same call; a fault if it does not.
 template <class MeshT>
 WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
                         uint64_t dispatch_epoch) {

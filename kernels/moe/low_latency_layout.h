@@ -10,9 +10,9 @@
 //
 // A source's tokens are dealt out to batches, consecutive tokens to one batch. A batch's messages to one peer
 // stand in order, and one word in the peer's control area counts them: (epoch, all came, how many). A source
-// with few tokens, one to a batch, sends messages as lines (core/line.cuh), which no word follows; so do those
-// who answer it. Lines have the last part of each half, from lines_begin() on, for themselves, whatever the
-// sizes of a call: where other reads had left pieces of a line in a cache, a line would not be seen whole.
+// with few tokens, one to a batch, sends messages as lines (core/line.cuh), without a word; its replies are
+// lines too. Lines have the last part of each half, from lines_begin() on, for themselves, whatever the sizes
+// of a call: where other reads had left pieces of a line in a cache, a line would not be seen whole.
 #pragma once
 
 #include "kernels/core/carver.h"
@@ -38,7 +38,7 @@ struct LowLatencyState {
 };
 static_assert(sizeof(LowLatencyState) == 48 + 8 * kTickets);
 
-// What a rank tells every peer at the start of a call; they must agree.
+// The arguments that a rank sends to every peer at the start of a call; they must agree.
 struct LowLatencyHandshake {
   static constexpr uint32_t kWords = 6;
   uint32_t
@@ -106,7 +106,7 @@ WEFT_DEVICE constexpr uint64_t round_up_16(uint64_t bytes) {
 WEFT_DEVICE constexpr uint32_t vecs_in(uint64_t bytes) {
   return static_cast<uint32_t>((bytes + sizeof(Vec16) - 1) / sizeof(Vec16));
 }
-// What bytes take that travel as lines.
+// The bytes on the link of data that travels as lines.
 WEFT_DEVICE constexpr uint64_t line_bytes_of(uint64_t bytes) {
   return uint64_t{lines_of(vecs_in(bytes))} * kLineBytes;
 }
@@ -147,8 +147,8 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
   return at;
 }
 
-// What lines get of a half at most: room for one token per batch of every rank, or of 16 ranks, in 64 KiB
-// each.
+// The most bytes of a half that lines get: room for one token per batch of every rank, or of 16 ranks, in
+// 64 KiB each.
 WEFT_DEVICE constexpr uint64_t most_line_bytes(uint64_t ranks) {
   return larger(ranks, 16) * kMaxBatches * 65536;
 }
@@ -191,8 +191,8 @@ WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_
   return at;
 }
 
-// What a dispatch leaves for its combine, in 4-byte words: which rows answer which token, and what this rank's own tokens
-// chose. Offsets in words.
+// The record of a dispatch for its combine, in 4-byte words: which rows belong to which token, and the choices of this
+// rank's own tokens. Offsets in words.
 struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
   uint64_t lines;   // 1: this rank's tokens travelled as lines

@@ -5,14 +5,14 @@
 // per rank.
 //
 // The half's first part is written by peers, the second, from LowLatencyCall::lines_at on, is this rank's outbox, since
-// nothing travels as lines then. What goes to a port peer is built in the outbox as it stands at the peer and leaves in
-// ranges, one for each batch or more; batches have more tokens, so that a range is worth a write. Each peer has a part of the
-// outbox for itself: what a masked peer has not been sent yet stays as it was.
+// nothing travels as lines then. Data for a port peer is built in the outbox with the layout that it has at the peer,
+// and leaves in ranges, one or more for each batch. Batches have more tokens here, so that a range is worth a write.
+// Each peer has its own part of the outbox, so unsent data for a masked peer is not overwritten.
 //
-// Where ranks of a node share what the network brings, a token crosses it once for each node. It goes to the node's
-// carrier, the rank there with the source's own place, and all ranks of the node read it in the carrier's window, which they
-// map. Nobody hands anything on, so nobody's launch waits for another's; every rank acknowledges to the source what it has
-// read there, as always. Counts and handshakes go to each rank.
+// Where a token crosses the network once for each node, it goes to the node's carrier, the rank there with the source's
+// own place. All ranks of the node read it in the carrier's window, which they map. The carrier forwards nothing, so no
+// launch waits for another rank's launch; every rank acknowledges to the source what it has read, as always. Counts and
+// handshakes go to each rank.
 //
 // Replies to a batch stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
 // The owner tells each rank where its own begin.
@@ -68,9 +68,9 @@ WEFT_DEVICE constexpr DispatchOutbox dispatch_outbox(uint64_t ranks, uint32_t ex
   return at;
 }
 
-// What an owner tells every rank: where the replies of that rank, or its node, to each batch begin, u32[batches], counted
-// in replies; how many tokens each batch has, but for the last; then, with a reduced reply, the weights of its tokens,
-// f32[T][K in whole vectors].
+// The note of an owner to every rank: where the replies of that rank, or its node, to each batch begin, u32[batches],
+// counted in replies; how many tokens each batch has, but for the last; then, with a reduced reply, the weights of its
+// tokens, f32[T][K in whole vectors].
 struct NoteLayout {
   uint64_t share;  // u32
   uint64_t weights;
@@ -122,8 +122,8 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
   return at;
 }
 
-// What stands in the outbox instead of `answers` where replies cross once for each node, of `node_ranks` ranks, each of
-// which carries for `carried` owners at most. From the outbox:
+// The outbox's layout in place of `answers` where replies cross once for each node. A node has `node_ranks` ranks, each
+// of which carries for `carried` owners at most. From the outbox:
 struct NodeCombineLayout {
   uint64_t answers;  // [carried][batches][capacity] of the stride: to the owners that this rank carries for
   uint64_t rows;  // [carried][batches][node_ranks - 1][capacity] of the stride: what the others have for them
@@ -141,13 +141,14 @@ WEFT_DEVICE constexpr NodeCombineLayout node_combine_layout(const PortCombineLay
   node.bytes = carver.end();
   return node;
 }
-// Of a source's words: what the rank of a place in the node has for a batch of that source is there.
+// The index, among a source's words, of the one by which the rank at a place in the node says that its replies to a
+// batch of that source are there.
 WEFT_DEVICE constexpr uint32_t node_word(Batches batches, uint32_t place, uint32_t batch) {
   return batches.count * (1 + place) + batch;
 }
 
-// What a rank keeps in memory of its device where there is a board (LowLatencyBoard::own), from the start of a half. A
-// dispatch: the messages to itself, [batches][capacity] of the message's stride. A combine:
+// The data that a rank keeps in memory of its device where there is a board (LowLatencyBoard::own), from the start of
+// a half. A dispatch: the messages to itself, [batches][capacity] of the message's stride. A combine:
 struct OwnCombine {
   uint64_t places;   // u32[M][K], as above
   uint64_t replies;  // [batches][batch_answers] of the stride: to itself
@@ -166,8 +167,8 @@ WEFT_DEVICE constexpr uint64_t own_dispatch_bytes(Batches batches, const Message
   return uint64_t{batches.count} * batches.capacity * message.stride;
 }
 
-// Bytes of the least outbox that a combine can do with, and answers to one batch of one owner that fit an outbox of
-// `bytes`: whoever has more waits in between until the first have left.
+// The smallest outbox that a combine can work with, in bytes; and the number of answers to one batch of one owner
+// that fit an outbox of `bytes`. A rank with more answers waits until the first ones have left.
 WEFT_DEVICE constexpr uint64_t least_outbox(const PortCombineLayout& at, uint64_t ranks, Batches batches) {
   return at.answers + ranks * batches.count * at.stride;
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_watch.cuh: the block that watches. Where ranks have port peers, the windows of GPUs lie in memory of the host:
-// a look at a word there crosses PCIe, and looks of many warps at one line follow each other, before loads and stores of
-// those that have work. So one block of a launch looks for all others, each of its threads at other words, and copies
-// what has changed to the board (LowLatencyBoard::control), where the others look. What a rank tells itself goes to the
-// board at once.
+// low_latency_watch.cuh: the block that watches. Where ranks have port peers, the windows of GPUs lie in memory of the
+// host: a poll of a word there crosses PCIe, and polls of many warps at one line are served one after the other, ahead
+// of other loads and stores. So one block of a launch polls for all others, each of its threads other words, and copies
+// changes to the board (LowLatencyBoard::control), which the others poll. A rank's signals to itself go to the board at
+// once.
 // Waits: until all other blocks have come to their end, whose own waits are bounded.
-// Order: what was there for a thread that acquires a word of the window is there for one that sees it on the board.
+// Order: a thread that sees a word on the board sees everything that a thread would see that acquires the word in the
+// window.
 #pragma once
 
 #include "kernels/moe/low_latency_handshake.cuh"
@@ -75,7 +76,7 @@ class Watcher {
     const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
   }
-  // Counts come as bytes, before the handshake. Nobody may look at them while they come.
+  // Counts arrive as bytes, before the handshake. They may be read only after the handshake.
   WEFT_DEVICE bool has_arrived(uint32_t source) const {
     const uint64_t arrived =
         control_offset(c_.a.call, low_latency_control(c_.ranks()).arrived, c_.ranks(), epoch_, source);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // rendezvous.cuh: the rendezvous that starts every transfer of rows. Each rank gives all peers a record: where its
-// rows go, and which dispatch it means. Nobody writes to a peer before that peer's record has come.
+// rows go, and which dispatch it means. A rank writes to a peer only after that peer's record has come.
 #pragma once
 
 #include "kernels/core/grid.cuh"
@@ -126,7 +126,7 @@ WEFT_DEVICE Rendezvous rendezvous_of(const CombineArgs& a) {
 }
 
 // meet_peers() for a kernel of arguments `a`: where it returns false the launch is finished, and the kernel returns.
-// Where ranks disagree all know it, and stay in step. flags: u32[2], shared.
+// If ranks disagree, all of them notice, and stay in step. flags: u32[2], shared.
 template <class MeshT, class Args>
 WEFT_DEVICE bool begin_rendezvous(const Args& a, const Rendezvous& ready, Block block, Warp warp,
                                   const MeshT& mesh, uint64_t epoch, uint32_t* flags) {

@@ -59,14 +59,15 @@ struct TwoLevelOffsets {
   uint64_t slot_bytes;
 };
 
-// What a dispatch leaves for its combine, beside what DispatchArgs names. It lies in two pieces of memory that belong to
-// the handle: `records`, and all others. Python's handle shows the first arrays as entries.
+// A dispatch's record for its combine, besides the arrays that DispatchArgs names. It lies in two pieces of memory that
+// belong to the handle: `records`, and all others. Python's handle shows the first arrays as entries.
 struct TwoLevelRoutes {
   // [T][I] a token's number among this rank's messages to an island, or -1
   int32_t* send_pair;
   int32_t* pairs;      // [R][I] messages from each rank to each island
   int32_t* handed_on;  // [I] messages from this and lower islands that this rank hands on
-  // [R][W] first row, in the staging of a source's hub here, of what a member of this island returns to that source
+  // [R][W] first row, in the staging of a source's hub here, of the rows that a member of this island returns to that
+  // source
   int32_t* back_first;
   int32_t* hub_first;    // [R] first record of a source that this rank serves
   int32_t* batch_first;  // [R][L] first message of a batch
@@ -174,7 +175,7 @@ struct RingState {
 WEFT_DEVICE constexpr uint32_t batches_per_warp(uint32_t batches, uint64_t warps) {
   return static_cast<uint32_t>((batches + warps - 1) / warps);
 }
-// What a launch's batches keep in shared memory, behind what the others do.
+// The shared memory of a launch's batches, behind that of the other roles.
 WEFT_DEVICE constexpr uint64_t ring_states_bytes(uint32_t islands, uint32_t served, uint32_t batches,
                                                  uint32_t blocks, uint32_t warps) {
   return uint64_t{warps} * batches_per_warp(batches, uint64_t{blocks} * warps) * (islands + served) *

@@ -8,8 +8,8 @@
 //        3. Batch warps pack what goes to other islands into slots for their hubs, and hand on what came for this one.
 //        4. The last block signals the ranks of its island and waits for theirs.
 //
-// Waits: step 1 for every peer's address, step 3 for slots that hubs have read and for the messages of those whom this
-// rank serves, step 4 for the own island: whose members have then handed on all.
+// Waits: step 1 for every peer's address, step 3 for slots that hubs have read and for the messages of the ranks that
+// this rank serves, step 4 for the members of the own island, which have then handed on everything.
 //
 // Cost over the network, per (token, other island): row_bytes + 4 * (scale_words + 2 * K + 2 + widest island) bytes, in
 // whole vectors; per slot of them a put with a signal there and a signal back.
@@ -133,7 +133,7 @@ class DispatchBatches {
             a_.at.rows_taken + there * 8};
   }
 
-  // What has come in one slot, to its places.
+  // Stores the messages of one slot to their places.
   WEFT_DEVICE void hand_on(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) {
     RingState state = kept;
     const Ring ring = ring_from(batch, i);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// two_level_notify.cuh: dispatch_notify() where ranks do not all map each other: who gets what, before any row moves.
+// two_level_notify.cuh: dispatch_notify() where ranks do not all map each other: counts and places, before any row
+// moves.
 // Steps: as dispatch_notify(); a record also says how many messages go to each island, and leaves for port peers from an
 // outbox. From all of them follow the places of rows that come back, too.
 // Waits: the first block, for the counts of every rank. Cost: one record of 48 + 4 * (R + I + local experts) bytes per

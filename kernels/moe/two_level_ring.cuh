@@ -14,7 +14,7 @@
 namespace weft {
 namespace two_level {
 
-// What a batch waits for, when nothing moves.
+// The reason why a batch waits, when nothing moves.
 struct Missing {
   Site site;
   uint32_t peer;
@@ -42,7 +42,8 @@ WEFT_DEVICE uint64_t slot_at(const TwoLevelOffsets& at, uint64_t rings, uint64_t
   return rings + (ring * kHubSlots + slot % kHubSlots) * at.slot_bytes;
 }
 
-// What a word of a peer says of this call; 0 before it says anything. What it speaks of is visible afterwards.
+// The count in a word, if the word is of this call; else 0. The messages or slots that it counts are visible
+// afterwards.
 template <class MeshT>
 WEFT_DEVICE uint64_t read_word(Warp warp, const MeshT& mesh, uint32_t peer, uint64_t at, uint64_t epoch) {
   uint64_t value = 0;

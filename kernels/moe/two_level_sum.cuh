@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// two_level_sum.cuh: the rows of one token in one island, come back to its hub, and their sum. Those of other members lie
-// in the hub's staging; its own where they are. A chunk of rows of a (source, member) pair has a signal.
+// two_level_sum.cuh: the sum, at the hub, of the rows of one token in one island. Rows of other members lie in the
+// hub's staging, its own in x. A chunk of rows of a (source, member) pair has a signal.
 #pragma once
 
 #include "kernels/core/numbers.cuh"

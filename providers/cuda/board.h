@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What rails of the provider `cuda` share in memory of the host. Each rail has a board, which peers of the same user read:
-// its registrations, and places where they say hello. Whoever writes to a rail makes a lane to it: words and messages to
-// the reader, requests that the reader carries out, and its replies. The writer's GPU stores the words, behind its copies.
+// its registrations, and places where they say hello. A rail that writes to another makes a lane to it: words and
+// messages to the reader, requests that the reader carries out, and its replies. The writer's GPU stores the words,
+// behind its copies.
 //   board:  owner writes exports; peers write hellos          lane:  one writer, one reader
 // Counters of a lane only grow. Each is written by one side, and stands in a cache line of its own.
 #pragma once

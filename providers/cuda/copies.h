@@ -35,7 +35,7 @@ class Copies {
   Result<bool> copy_all(uint32_t stream, const std::vector<Stretch>& stretches, bool for_kernel);
   Status copy(uint32_t stream, void* to, const void* from, uint64_t bytes);
   Status store(uint32_t stream, CUdeviceptr word, uint64_t value);
-  // What has_passed() tells of all that the stream was given so far.
+  // A mark behind everything that the stream got so far, for has_passed().
   Result<uint64_t> mark(uint32_t stream);
   bool has_passed(uint32_t stream, uint64_t mark) const {
     return passed_[stream].load(std::memory_order_acquire) >= mark;

@@ -73,7 +73,7 @@ class CudaRail : public Rail {
     bool has_imm = false;
     uint32_t imm = 0;
   };
-  // What the pages of a list have been so far.
+  // The end of the list's last page, so that a page behind it joins it.
   struct PageEnds {
     Found theirs;                   // of the last page
     const Enrolled* own = nullptr;  // of the last page

@@ -5,7 +5,7 @@
 // keep. Objects are structs whose first member is a Fid and whose functions hang in tables; a member that
 // Weft does not call is a `Slot`. tests/unit/transfer_fabric_abi_test.cc compares every size, offset and
 // value with libfabric's own headers where they are installed. Why this exists:
-// docs/decisions/0008-transfer-providers.md.
+// docs/decisions/0008-providers-open-their-libraries-at-run-time.md.
 #pragma once
 
 #include <sys/types.h>

@@ -2,7 +2,7 @@
 //
 // The binary interface of libibverbs that the verbs provider uses (symbol version IBVERBS_1.1 and the tables
 // that hang in a context). tests/unit/transfer_verbs_test.cc compares it with libibverbs' own headers where
-// they are installed. Why this exists: docs/decisions/0008-transfer-providers.md.
+// they are installed. Why this exists: docs/decisions/0008-providers-open-their-libraries-at-run-time.md.
 #pragma once
 
 #include <cstddef>

@@ -4,8 +4,9 @@
 //   config().timeout_s                      // read once, at first use, then constant
 //   for (const OptionRow& row : config_table()) ...   // what `weft info --config` prints
 // The environment variable of an option is WEFT_ and its name in capitals: WEFT_TIMEOUT_S. Seconds (_s) and
-// bytes (_bytes) may have a unit: 500ms, 1GiB. What does not parse, and a WEFT_ variable that is no option,
-// is an error: config_status() has it, Python raises it at first use, and no communicator or engine is made.
+// bytes (_bytes) may have a unit: 500ms, 1GiB. A value that does not parse, and a WEFT_ variable that is no
+// option, is an error: config_status() returns it, Python raises it at first use, and no communicator or
+// engine is made.
 // Threads: config() is initialised once and immutable; config_reload() is for tests, with no other thread
 // running.
 #pragma once
@@ -148,13 +149,13 @@ std::vector<OptionRow> config_table();
 Status config_status();
 void config_reload();
 
-// What a launcher has made up for the ranks that it starts; WEFT_JOB_SECRET goes before it. Before other
-// threads run.
+// The secret that a launcher made up for the ranks that it starts; WEFT_JOB_SECRET takes precedence. Call
+// it before other threads run.
 void use_job_secret(const std::string& secret);
 // WEFT_JOB_SECRET=auto, and nothing has come for it yet.
 bool awaits_job_secret();
 
-// What was made of a variable of another library: "UCCL_IB_SL=3 is WEFT_SERVICE_LEVEL", or why it is not used.
+// How a variable of another library was used: "UCCL_IB_SL=3 is WEFT_SERVICE_LEVEL", or why it is not used.
 struct ForeignVariable {
   std::string text;
   bool is_used;

@@ -47,7 +47,7 @@ inline void back_off(unsigned polls) {
 }
 
 // Polls `ready` until it is true or the deadline passes; returns whether it became true. In between it calls
-// `progress`, and pauses less when that returned true: something has come of it.
+// `progress`, and pauses less when that returned true, which means that it did some work.
 template <class Ready, class Progress>
 bool wait_until(Deadline until, Ready ready, Progress progress) {
   for (unsigned polls = 0, idle = 0; !ready(); ++polls) {

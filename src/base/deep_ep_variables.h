@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What becomes of the variables of DeepEP's NCCL back end under the drop-in deep_ep.
+// Says how the drop-in deep_ep treats the variables of DeepEP's NCCL back end.
 //   for (const ForeignVariable& variable : deep_ep_variables()) log_info("{}", variable.text);
 // Threads: none may change the environment meanwhile.
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Digest is SHA-256 (FIPS 180-4): names and checksums of cached files, and what base/proof.h is made of.
+// Digest is SHA-256 (FIPS 180-4): for names and checksums of cached files, and for base/proof.h.
 //   const std::string name = Digest().add(source).add(options).hex();
 #pragma once
 

@@ -22,8 +22,8 @@ std::vector<std::string> loaded_libraries(std::string_view stem);
 // lies in.
 std::vector<std::string> nvidia_packages();
 
-// Where the library `file` of NVIDIA's package `package` may be: those folders, then the system's. Nobody has looked
-// whether it is there.
+// Where the library `file` of NVIDIA's package `package` may be: those folders, then the system's. The paths are
+// candidates; the files may be missing.
 std::vector<std::string> nvidia_library_paths(std::string_view package, std::string_view file);
 
 struct NvidiaLibrary {

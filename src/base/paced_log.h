@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A log for what strangers can cause as often as they like: one line a second, which says how often it has happened.
+// A log for events that strangers can cause as often as they like: one line a second, which says how often it has
+// happened.
 //   refusals_.warn("transfer: drops a message: {}", why);   // "... (1204 times so far)"
 // Threads: any.
 #pragma once

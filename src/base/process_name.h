@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a process tells others of itself, so that those of its host can see how it ends.
+// The name that a process gives others, by which processes of its host can see how it ends.
 //   send(this_process_name());                       // there
 //   NamedProcess process(name);                      // here; holds on to it from now on
 //   if (process.has_ended()) text("rank 3 ({}) {}", process.who(), process.fate());
-// A name is a number, and numbers are used again: the time of its start goes with it. Who is on another host, in
-// another process namespace, or this process itself is not known, and never ends as far as this tells.
+// A name is a process number with the time of the process's start, because numbers are used again. A process on
+// another host or in another process namespace, and this process itself, cannot be watched: has_ended() stays
+// false for it.
 // Threads: const methods from any.
 #pragma once
 

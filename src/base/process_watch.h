@@ -53,7 +53,7 @@ class ProcessWatch {
 
   // Calls `ended` once, from the watch's thread, when the process ends. It must not call this object.
   uint64_t add(int process, std::function<void()> ended);
-  // After it returns, `ended` does not run any more. Nobody calls it inside `ended`.
+  // After it returns, `ended` does not run any more. It must not be called inside `ended`.
   void remove(uint64_t number);
 
  private:

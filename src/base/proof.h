@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shows that somebody knows a secret, without sending it: HMAC-SHA256 (RFC 2104) of what the other side has
-// just made up.
+// Shows that a process knows a secret, without sending it: HMAC-SHA256 (RFC 2104) over a random number that
+// the other side has just made up.
 //   const Nonce mine = random_nonce();                       // sent to who wants to come in
 //   const Proof shown = prove(secret, "join", {bytes_of(mine), claim});      // what that one answers
 //   if (is_same(shown, prove(secret, "join", {bytes_of(mine), claim}))) ...
-// The role keeps apart what is proven in different places, so that nothing can be sent back to its maker.
+// The role keeps proofs of different places apart, so that a proof cannot be reflected to its maker.
 // Threads: pure functions.
 #pragma once
 
@@ -21,7 +21,7 @@ using Proof = std::array<uint8_t, 32>;
 
 Nonce random_nonce();  // from the system's random source
 
-// Each part of `said` counts with its length, so that moving a byte from one to the next makes another proof.
+// Each part of `said` is hashed with its length, so that moving a byte from one part to the next changes the proof.
 Proof prove(std::string_view secret, std::string_view role, std::initializer_list<std::string_view> said);
 
 // HMAC-SHA256 as RFC 4231 has it.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Random numbers from the operating system: names and keys that nobody else can guess or repeat.
+// Random numbers from the operating system, for names and keys that other processes cannot guess or repeat.
 // Threads: any.
 #pragma once
 

@@ -38,9 +38,9 @@ int copy_across(Across way, pid_t pid, iovec* here, size_t here_count, iovec* th
 bool grant(uint64_t key);
 void take_back(uint64_t key);
 
-// 0 while that process grants the key; EKEYREVOKED once it has taken it back, or the reason why nobody can look. A write
-// looks before it copies, and misses a key that is taken back while it runs; a read looks after it, and misses none,
-// because memory is not used again before its key is taken back.
+// 0 while that process grants the key; EKEYREVOKED once it has taken the key back, or the errno of the check. A write
+// checks before it copies, and misses a key that is taken back while it runs. A read checks after it has copied, and
+// misses none, because a key is taken back before its memory is used again.
 int check_grant(const Neighbour& neighbour, uint64_t key);
 
 }  // namespace weft

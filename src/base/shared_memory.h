@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // SharedMemory is memory that processes of one host share. It has no name in the file system, so nothing is
-// left behind when a process is killed; another process opens it by what name() says.
+// left behind when a process is killed; another process opens it by the value of name().
 //   Result<SharedMemory> mine = SharedMemory::create(bytes);  give(mine->name());
 //   Result<SharedMemory> same = SharedMemory::open(name, bytes);  // over there; kSystem where it is not
 //   allowed

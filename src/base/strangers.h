@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What strangers can do to a log: bring words, and cause a line as often as they like.
+// Protects a log from strangers, who can choose words and cause a line as often as they like.
 //   if (const uint64_t times = refused_.count()) log_warn("... {} is refused ({} so far)", printable(name), times);
 // Threads: any.
 #pragma once

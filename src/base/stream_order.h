@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What makes CUDA streams of one device wait for one another, by an event that is made once.
+// Makes CUDA streams of one device wait for one another, by an event that is made once.
 //   StreamOrder order(device);
 //   WEFT_TRY(order.wait(comm_stream, current_stream));  // the first waits for what the second has got so far
 //   StreamMark mark(device);
@@ -21,11 +21,12 @@ class StreamMark {
   ~StreamMark();
   StreamMark(const StreamMark&) = delete;
 
-  // Keeps what `stream` has got so far, in place of what was noted before. Until some stream has waited, the default
-  // stream's event is put off until one does: that one then waits for what has come to the default stream since, too.
+  // Marks the work that `stream` has got so far, in place of the earlier mark. For the default stream the event is
+  // recorded only when another stream first waits; that stream then also waits for work that the default stream has
+  // got since. After the first wait each mark records its event at once.
   Status note(void* stream);
-  // What `stream` gets from now on waits for what was noted last, whatever is noted later. Nothing to do where that
-  // was of the same stream, or where nothing was. Captured in a graph only with its note().
+  // Later work of `stream` waits for the last mark, whatever is marked later. Does nothing if the mark is of the
+  // same stream, or if there is none. Captured in a graph only together with its note().
   Status wait(void* stream);
 
  private:
@@ -43,7 +44,7 @@ class StreamOrder {
  public:
   explicit StreamOrder(Device device) : mark_(device) {}
 
-  // What `stream` gets from now on waits for what `first` has got. May be captured in a graph.
+  // Later work of `stream` waits for the work that `first` has got so far. May be captured in a graph.
   Status wait(void* stream, void* first);
 
  private:

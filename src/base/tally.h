@@ -4,10 +4,10 @@
 //   CallTally tally("collectives", {key, rank, size, "cuda:0", names_of_transports});
 //   TallyOperation& all_reduce = tally.operation("all_reduce");
 //   return tally.count(all_reduce, {bytes, elements, element}, [&] { return launch(); });   // a Status or Result
-// Counting a call costs two looks at the clock and some twenty additions; nobody is asked for anything and nothing is
-// allocated. Its time is the host's: on the CPU the whole call, on a GPU what it takes to enqueue it.
-// The memory has no name in the file system: a process of the same user finds it among this one's descriptors, as
-// `memfd:weft-tally`, and it is gone with the process. Who reads it takes it with one pread().
+// Counting a call costs two clock readings and some twenty additions; it calls no other process and allocates
+// nothing. Its time is the host's: on the CPU the whole call, on a GPU what it takes to enqueue it. The memory has no
+// name in the file system: a process of the same user finds it among this one's descriptors, as `memfd:weft-tally`,
+// and it is gone with the process. A reader takes it with one pread().
 // Threads: operations and peers may be counted from any thread; a CallTally by the caller of its calls.
 #pragma once
 
@@ -50,7 +50,7 @@ struct TallyPeer {
   Count messages, bytes, retries, faults;
 };
 
-// Who makes calls of all ranks: a communicator's collectives, a buffer. Ranks count them alike.
+// An object that makes calls of all ranks: a communicator's collectives, a buffer. Ranks count its calls alike.
 struct TallyGroup {
   uint64_t key;  // the same on all ranks
   char what[16];
@@ -105,7 +105,7 @@ inline void add_time(TallyOperation& to, uint64_t ns) {
            1);
 }
 
-// What a page held, read while its process went on: a call that changes is left out.
+// The contents of a page, read while its process went on: a call that changes meanwhile is left out.
 struct TallySnapshot {
   struct Operation {
     std::string name, transport;
@@ -162,7 +162,7 @@ struct CallFacts {
   bool is_of_all_ranks = true;
 };
 
-// What one object's calls are counted by.
+// Counts the calls of one object.
 class CallTally {
  public:
   CallTally(std::string_view what, const TallyCaller& caller);

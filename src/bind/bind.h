@@ -58,7 +58,7 @@ T value_or_throw(Result<T> result) {
   return std::move(*result);
 }
 
-// What a forked child never ends: see EndedByOwner.
+// Objects that a forked child never ends: see EndedByOwner.
 template <class T>
 std::shared_ptr<T> owned_or_throw(Result<std::unique_ptr<T>> result) {
   return ended_by_owner(value_or_throw(std::move(result)));

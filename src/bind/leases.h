@@ -30,7 +30,7 @@ class PieceLease {
   nanobind::object home_;
 };
 
-// What one storage has of a piece, until it dies or is freed. The storage's memory is owned by this.
+// The share of a piece that one storage holds, until it dies or is freed. This object owns the storage's memory.
 class PieceShare {
  public:
   explicit PieceShare(nanobind::object lease) : lease_(std::move(lease)) {}

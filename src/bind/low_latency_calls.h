@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls of a low-latency form that was planned once: what weft._core.LowLatencyDispatchCalls and LowLatencyDispatch
-// (low_latency_whole.cc) have in common. The GIL is not held while they run.
+// Calls of a low-latency form that was planned once: the common part of weft._core.LowLatencyDispatchCalls and
+// LowLatencyDispatch (low_latency_whole.cc). The GIL is not held while they run.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -62,8 +62,8 @@ class FormCalls {
     const bool is_captured = value_or_throw(send_now(*mode_, *plan_, memory, ticket, stream));
     return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
   }
-  // The same, outside of graphs, but that the launch comes with the receive's. Until one has run, every call of the form
-  // should go so.
+  // The same, outside of graphs, but the send is launched together with the receive. Until one such call has run, every
+  // call of the form should use this.
   Sent send_later(const Memory& memory, void* stream) const {
     check(check_ids(memory));
     const uint32_t ticket = mode_->next_ticket();

@@ -19,7 +19,7 @@ CallOrder order_of(const Order& order);
 // DeviceContext.reclaim_waiting.
 MoreRoom more_room_by(nanobind::handle reclaim);
 
-// What the dispatches of one device have in common. It keeps no DeviceContext, which keeps this.
+// The common state of the dispatches of one device. It holds no reference to the DeviceContext, which holds this.
 struct Receiving {
   nanobind::object buffer;        // a MoeBuffer
   nanobind::object device;        // torch's
@@ -56,7 +56,7 @@ class ReceivedRows {
   nanobind::object rows();
   // Scales [N, n] as they came, or None.
   nanobind::object scales();
-  // What the caller gets: rows, (rows, scales), or (rows, scales, global scales f32[N, 1]).
+  // The caller's result: rows, (rows, scales), or (rows, scales, global scales f32[N, 1]).
   nanobind::object payload();
   // Local expert ids [N, K], -1 for experts elsewhere; or None.
   nanobind::object ids();

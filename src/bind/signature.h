@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call's signature: all that its checks look at, but where its tensors are, as bytes. weft/runtime/plain.py says which
-// calls have one.
+// A call's signature: bytes of everything that its checks depend on, without the addresses of its tensors.
+// weft/runtime/plain.py says which calls have one.
 //   Signature signature;
 //   TensorAddress x;
 //   if (!signature.add_tensor(given[0], x) || !signature.add_option(given[1])) return nb::none();  // to be checked
@@ -27,7 +27,7 @@ class Signature {
   bool add_option(nanobind::handle value);
 
   nanobind::bytes bytes() const { return nanobind::bytes(bytes_, size_); }
-  // What a dictionary has of this signature; an invalid object where it has nothing.
+  // The dictionary's value for this signature; an invalid object if there is none.
   nanobind::object found_in(nanobind::handle plans) const;
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.TensorMaker makes what calls of one form fill, by two functions of torch: weft/runtime/allocation.py,
-// OutputMaker. Outputs is such a maker as the core calls it.
+// weft._core.TensorMaker makes the outputs of calls of one form, by two functions of torch:
+// weft/runtime/allocation.py, OutputMaker. Outputs is such a maker as the core calls it.
 #pragma once
 
 #include <nanobind/nanobind.h>

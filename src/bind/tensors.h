@@ -31,9 +31,9 @@ T* pointer(TensorAddress tensor) {
 bool describe_plain(nanobind::handle value, nanobind::dlpack::dltensor& tensor);
 uint64_t address_in(const nanobind::dlpack::dltensor& tensor);  // of its first element
 
-// value: a tensor, which the caller has checked, or None. Returns: whether it has told where it is.
+// value: a tensor, which the caller has checked, or None. Returns: whether the address could be read.
 bool read_address(PyObject* value, TensorAddress& address) noexcept;
-// The same; throws where it tells no address.
+// The same; throws where the address cannot be read.
 TensorAddress address_of(nanobind::handle tensor);
 
 // Where each of a tuple's tensors begins, 8 bytes for each: other bytes once one has moved, or its memory is gone.

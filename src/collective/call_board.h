@@ -6,8 +6,8 @@
 //   board->post(record);                                       // before every call of all ranks
 //   if (const std::string words = board->mismatch(); !words.empty()) ...
 // Calls of all ranks are numbered alike; messages between two ranks are numbered for each direction. Posting
-// costs a few stores to the own page. What a rank called kKeptCalls calls ago is forgotten.
-// Ranks that are reached through ports have no pages here: nothing is known of their calls.
+// costs a few stores to the own page. Records older than kKeptCalls calls are overwritten. Ranks that are
+// reached through ports have no pages here: nothing is known of their calls.
 // Threads: one posts calls, one sends, one receives; everything else from any.
 #pragma once
 
@@ -76,8 +76,8 @@ class CallBoard {
   // The record of the last call but `ago`; number 0: none.
   CallRecord own_call(uint64_t ago = 0) const;
 
-  // Says which ranks called what where they differ: the earliest kept call, else the earliest message between
-  // this rank and another. Empty: no difference is known.
+  // Says what each rank called at the first difference: in the earliest kept call, else in the earliest
+  // message between this rank and another. Empty: no difference is known.
   std::string mismatch() const;
   // "rank 1 has made 3 calls, the last one all_gather of 4 float32"; of a rank without any: "no call".
   std::string progress(int rank) const;
@@ -93,7 +93,8 @@ class CallBoard {
     if (status.code() == Code::kInvalid) refused_ = calls_;
     return status;
   }
-  // The same for what `peer` sends: this rank's last receive from it. Earlier messages were compared by their own receives.
+  // The same for a message of `peer`: this rank's last receive from it. Earlier messages were compared by their own
+  // receives.
   template <class IsStopped>
   Status compare_receive(int peer, Deadline until, IsStopped is_stopped) const {
     return wait_for(

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A collective program as source: its blocks, steps and waits become constants of a kernel of its own, which
-// the compiler folds into straight code per step. The interpreter (kernels/collective/program.cuh) stays what
-// defines it: both run the same functions, so results are the same bits.
+// the compiler folds into straight code per step. The interpreter (kernels/collective/program.cuh) remains
+// the definition: both run the same functions, so results are the same bits.
 //   if (can_compile(text)) key.prelude = program_source(text);     // defines weft::run_compiled
 // Pure: no device, no environment.
 #pragma once

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A ProgramBook holds verified programs, and which of them serves what, for callers without Python. Python
-// compiles it (weft.collectives.book); docs/decisions/0007-program-book.md says why.
+// compiles it (weft.collectives.book); docs/decisions/0007-python-compiles-a-program-book.md says why.
 //   WEFT_TRY_ASSIGN(ProgramBook book, ProgramBook::read(path, comm->size(), BookMachine::kNvlink));
 //   const BookChoice* choice = book.choose(BookCollective::kAllReduce, bytes);
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(book.text(choice->program, rank, root)));
@@ -67,7 +67,7 @@ class ProgramBook {
   const BookChoice* choose(BookCollective collective, uint64_t num_bytes) const;
   const BookProgram& program(uint32_t number) const { return programs_[number]; }
   const std::vector<BookChoice>& choices() const { return choices_; }
-  // What `rank` runs when the root is `root`.
+  // The program of `rank` for calls whose root is `root`.
   ProgramText text(uint32_t program, uint32_t rank, uint32_t root) const;
 
   // The most channels that a program uses: exchange programs, and the others.

@@ -21,22 +21,22 @@ namespace {
 // Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
-// Where ports take loans, messages go from user to user, and long ones are faster. Slots are for what cannot be lent, so they
-// have room for as much; those of all rings together have at most the second, and outboxes the same again.
+// Where ports take loans, messages go from user to user, and long ones are faster. Messages that cannot be lent use
+// slots, so slots have as much room; those of all rings together have at most the second, and outboxes the same again.
 constexpr uint64_t kLendingSlotBytes = 1 << 20, kLendingRingBytes = 128 << 20;
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
 // A message of this size is worth a system call, or a look into the peer's window, instead of two copies.
 constexpr uint64_t kHostDirectBytes = 16 << 10, kCudaDirectBytes = 16 << 10;
 // Messages that all go by reference need not fit a slot: the larger, the fewer turns that ranks which share
-// cores wait for each other. What is reduced had better stay in the caches between two messages.
+// cores wait for each other. Data that is reduced should stay in the caches between two messages.
 constexpr uint64_t kHostMessageBytes = 4 << 20;
 
 // Blocks of an exchange, and what one of them sends to a peer in one round: on GPUs 512 KiB in all. The host
 // has few of both, so that small buffers take several rounds as large ones do on GPUs.
 constexpr uint32_t kHostExchangeBlocks = 2, kCudaExchangeBlocks = 128;
 constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
-// Each rank shows a number in its own memory; who can read it may read everything there.
+// Each rank shows a number in its own memory; a process that can read it may read everything there.
 struct MemoryProbe {
   uint32_t process;
   uint32_t reserved;
@@ -172,7 +172,7 @@ Status CollectiveRunner::probe_process_reads() {
 }
 
 // The most that a message may have, or 0 for what its slot holds. What is reduced, or has sizes, goes through slots, and had
-// better stay in the caches. From what all ranks know alike.
+// better stay in the caches. Computed from values that are the same on all ranks.
 uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol, bool has_sizes) const {
   if (protocol != Protocol::kSimple || !comm_->device().is_host()) return 0;
   const bool only_refers = program.refers_only && !has_sizes && direct_bytes_ <= rings_.slot_bytes[0];

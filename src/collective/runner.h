@@ -8,19 +8,18 @@
 //   WEFT_TRY(runner->run(planned, input, output, stream));
 // Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
-// `stream`; runs on several streams follow one another, but for those of pairs, which only wait for the others. On
+// `stream`. Runs on several streams run one after another, except runs of pairs, which only wait for the others. On
 // the host it returns when it is done. All protocol state is in device memory, so a captured run may be replayed; the
-// graph's order counts then. Threads: one caller at a time; programs that
-// only send to, or only receive from, different ranks than others under way, reduce nothing and use no
-// scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
-// directly, and so is other host memory where the system lets processes read each other: one copy instead of
-// two. So are buffers of ranks of one process, in no window (shared_addresses.h). A window must not be destroyed
-// on some ranks while others still pass memory in it. Errors: kPeerLost
-// names the silent rank, kClosed the window that this rank no longer has and the rank that used it, kInvalid
-// which rank called what where calls differ; after any of them every call fails: the ranks no longer agree on
-// message numbers. Ranks whose calls differ exchange no data: program_args.h says how. Where that leaves
-// nobody waiting, as for two broadcasts with different roots, the next call fails. Under WEFT_CHECK ranks
-// compare calls first; a call that differs then fails on all ranks, and nothing has happened.
+// graph's order counts then. Threads: one caller at a time; programs that only send to, or only receive from,
+// different ranks than others under way, reduce nothing and use no scratch, may run beside them. Buffers in windows
+// of the communicator are read and written by peers directly, and so is other host memory where the system lets
+// processes read each other: one copy instead of two. So are buffers of ranks of one process, in no window
+// (shared_addresses.h). A window must not be destroyed on some ranks while others still pass memory in it. Errors:
+// kPeerLost names the silent rank; kClosed names the window that this rank no longer has and the rank that used it;
+// kInvalid says which rank called what where calls differ. After any of them every call fails, because the ranks no
+// longer agree on message numbers. Ranks whose calls differ exchange no data: program_args.h says how. If no rank
+// waits in such a call, as for two broadcasts with different roots, the next call fails. Under WEFT_CHECK ranks
+// compare calls first; a call that differs then fails on all ranks, and nothing has moved.
 #pragma once
 
 #include <atomic>
@@ -51,8 +50,8 @@ struct RunnerOptions {
   double timeout_s = 0;       // 0 takes the communicator's
   uint64_t direct_bytes = 0;  // least message that may bypass its slot; 0: chosen for the device
   bool has_exchanges = true;  // room for exchange(), tens of MiB on GPUs
-  // Whether calls on several streams follow one another by themselves; false: whoever makes them sees to that. Not in
-  // graphs, whose own order counts.
+  // Whether calls on several streams run one after another by themselves; false: the caller orders them. In graphs
+  // the graph's own order counts.
   bool orders_streams = true;
 };
 
@@ -68,9 +67,9 @@ struct ProgramText {
   std::string call;          // what a user calls it: "all_reduce"; empty: the name
   int32_t root = -1;         // -1: none
   bool is_reduction = true;  // for messages: it has an operation
-  // What all ranks' parts have in common, and no other program has.
+  // A value that all ranks' parts of a program share, and no other program has.
   uint64_t fingerprint = 0;
-  // A message from one rank to another, or some such: not a call of all ranks, so nobody counts it.
+  // One or more messages between pairs of ranks: not a call of all ranks, so it has no call number.
   bool is_of_pairs = false;
 };
 
@@ -108,8 +107,8 @@ struct ExchangeCall {
   ExchangeWay way;
   uint32_t num_sms;  // 0: as many as suit the size
   void* stream;
-  // Of broadcast and scatter, whose input is the root's alone, and of reduce and gather, whose output is: what other ranks
-  // pass for it is not looked at.
+  // In broadcast and scatter only the root's input is used, in reduce and gather only the root's output: other ranks
+  // may pass anything there.
   int32_t root = 0;
 };
 
@@ -127,8 +126,8 @@ class CollectiveRunner {
   // reached through ports.
   Status exchange(const ExchangeCall& call);
 
-  // What calls that differ in input, output and stream only have in common; those of the call given to plan()
-  // are not looked at. Of this runner, as long as it lives. The kernel is compiled; nothing runs.
+  // The plan of all calls that differ only in input, output and stream; plan() ignores these three of its
+  // call. Valid as long as this runner lives. The kernel is compiled; nothing runs.
   struct PlannedRun;
   struct PlannedExchange;
   Result<PlannedRun> plan(const RunCall& call);
@@ -153,13 +152,13 @@ class CollectiveRunner {
   // Makes runs under way give up soon, as if a peer were lost; every later call fails. From any thread.
   void stop();
   uint32_t channels() const { return rings_.channels; }
-  // What one message of a protocol carries at most.
+  // The most that one message of a protocol carries.
   uint64_t payload_bytes(Protocol protocol) const { return slot_payload_bytes(rings_, protocol); }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
   Status check_owner() const { return comm_->check_owner("collectives"); }
 
  private:
-  // What a run sends to a peer, in chunks or bytes.
+  // The amount that a run sends to a peer, in chunks or bytes.
   struct Share {
     int peer;
     uint64_t amount;

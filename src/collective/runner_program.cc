@@ -14,7 +14,7 @@ namespace {
 
 constexpr char kFile[] = "kernels/collective/program.cuh";
 
-// What both ends of a chunk know of it.
+// The facts of a chunk that both ends know.
 uint32_t digest_of(const ChunkSpan& span) {
   return CallDigest().add(span.length).add(span.mark).value();
 }
@@ -188,7 +188,7 @@ bool CollectiveRunner::lends(uint64_t message_bytes) const {
   return ports && comm_->device().is_host() && message_bytes >= kLeastLentBytes && ports->lends();
 }
 
-// Lends what the run reads and writes. What cannot be lent goes through outbox and slots.
+// Lends what the run reads and writes. Buffers that cannot be lent go through outbox and slots.
 std::vector<uint32_t> CollectiveRunner::lend(const PlannedRun& planned, ProgramArgs& args) const {
   const Program& program = *planned.program;
   const uint64_t elem_bytes = element_bytes(planned.form.element);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which transports a communicator looks at, and what those that it has chosen have in common.
+// Which transports a communicator probes, and rules that its choice must keep.
 //   const std::vector<Candidate> all = candidates_for("nccl", device);      // the others are not asked
 //   WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, all));
 // Threads: any.

@@ -14,8 +14,8 @@
 namespace weft {
 namespace {
 
-// What a rank tells the others at creation. Plain bytes: all ranks run the same build, which `version`
-// checks.
+// The record that a rank gives to the others at creation. Plain bytes: all ranks run the same build, which
+// `version` checks.
 struct RankDescriptor {
   static constexpr uint64_t kVersion = 2;  // changes with the fields
 
@@ -157,7 +157,7 @@ Status Communicator::meet(std::string_view transport) {
     addresses_.push_back(descriptor.parcels);
     facts_.push_back(to_facts(descriptor, static_cast<int>(facts_.size())));
   }
-  // The keys are random, and known to nobody but who came through the bootstrap.
+  // The keys are random, and known only to ranks that came through the bootstrap.
   std::string keys;
   for (const ParcelAddress& address : addresses_)
     keys.append(reinterpret_cast<const char*>(&address.key), sizeof address.key);
@@ -356,7 +356,7 @@ Status Communicator::meet_other_nodes() {
   return {};
 }
 
-// Deaths are heard of until the ports have taken leave: nobody waits for the farewell of the dead.
+// Deaths are reported until the ports have closed: no port waits for the farewell of a dead rank.
 Communicator::~Communicator() {
   if (peers_) peers_->tell({});
   if (port_link_) port_link_->finish();

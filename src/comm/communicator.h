@@ -50,7 +50,7 @@ class Communicator {
   ~Communicator();
   // kInvalid in a forked child, for this communicator and what is made of it.
   Status check_owner(const char* what = "communicator") const { return owner_.check(what); }
-  // Who makes the calls of an object of this communicator, for its CallTally.
+  // The group in whose name an object of this communicator counts its calls: see CallTally.
   TallyCaller tally_caller() const;
 
   // The facts of every rank, in rank order: host, node, device.
@@ -63,7 +63,7 @@ class Communicator {
   // The link that brings the memory of windows (Caps::brings_memory); null where Weft makes it itself.
   Link* memory_link() const { return memory_link_.get(); }
   Link* port_link() const { return port_link_.get(); }
-  // That of the port link, with what is known of who was lost.
+  // The status of the port link, with the lost rank and how it was lost, if known.
   Status port_status();
   // "rank 0 reaches rank 2 through ports": why something that needs mapped peers only is refused; empty where
   // every rank maps every other.
@@ -79,7 +79,7 @@ class Communicator {
   std::string port_placement() const;
   // Bytes and descriptors among mapped_ranks().
   ParcelExchange& parcels() { return *parcels_; }
-  // Who of mapped_ranks() has died.
+  // Reports which of mapped_ranks() have died.
   PeerWatch& peers() { return *peers_; }
 
   // The window that holds [address, address + 1) of this rank, by its number among the windows of this
@@ -100,8 +100,9 @@ class Communicator {
   void resize_window(int number, uint64_t bytes);
   void remove_window(int number);
 
-  // Waits until every rank has called it; what a rank wrote to mapped host memory before it is seen after it.
-  // Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone or stayed away.
+  // Waits until every rank has called it. Writes of a rank to mapped host memory before it are visible to all
+  // ranks after it. Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone
+  // or stayed away.
   Status barrier();
 
   // A barrier at which every rank shows the same numbers, or words of up to 24 bytes. Errors: those of barrier();

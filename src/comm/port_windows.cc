@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the windows of a communicator lie: chosen once, by all ranks together (docs/decisions/0059-windows-in-memory-of-the-gpu.md).
+// Where the windows of a communicator lie: chosen once, by all ranks together
+// (docs/decisions/0059-windows-lie-in-gpu-memory-where-a-nic-reaches-it.md).
 #include "base/config.h"
 #include "base/log.h"
 #include "comm/choice.h"

@@ -33,8 +33,8 @@ uint64_t round_up(uint64_t bytes, uint64_t multiple) {
 
 }  // namespace
 
-// What a rank sends beside the descriptor of its new segment; MappedRange's own words follow it. A failure
-// travels too, so that all ranks fail alike.
+// The record that a rank sends beside the descriptor of its new segment; MappedRange's own words follow it.
+// A failure travels too, so that all ranks fail alike.
 struct SegmentOffer {
   uint64_t asked_bytes = 0;    // at_least_bytes of the call
   uint64_t segment_bytes = 0;  // 0: the window is large enough
@@ -171,7 +171,7 @@ WindowView Window::view(uint64_t bytes) const {
 
 namespace {
 
-// What a rank tells those that do not map it: how it went so far. What its ports need to know follows.
+// The record that a rank sends to ranks that do not map it: its result so far. The data for its ports follows.
 struct PortOffer {
   uint64_t asked_bytes = 0;
   uint64_t bytes = 0;

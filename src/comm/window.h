@@ -52,7 +52,7 @@ class Window {
   std::byte* const* bases() const { return bases_.data(); }
   std::byte* const* table() const { return table_; }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
-  // What kernels of this rank are given to reach every peer's part, mapped or through a port.
+  // The mesh that kernels of this rank use to reach every peer's part, mapped or through a port.
   const MeshPart& mesh() const { return mesh_; }
   // Before each launch on it: see MappedRange::used().
   void used() const { own_->used(); }

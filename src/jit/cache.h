@@ -7,10 +7,10 @@
 //   warning
 // A file is written aside and renamed, so that readers see all of it or nothing; it starts with a checksum of
 // the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time.
-// What is loaded from here runs in this process. So folder and files are made for their owner alone, and are opened by
-// the rules of base/private_path.h: what another user owns or can write, or could put in its place, is a miss, with a
-// warning that names the part of the path and the remedy. The folders of cache_path are looked at after the first one,
-// by the same rules, and are never written: an image brings them, owned by root.
+// Code that is loaded from here runs in this process. So folder and files are made for their owner alone, and are
+// opened by the rules of base/private_path.h: a file that another user owns, can write or could replace is a miss,
+// with a warning that names the part of the path and the remedy. The folders of cache_path are looked at after the
+// first one, by the same rules, and are never written: an image brings them, owned by root.
 // Threads: any.
 #pragma once
 
@@ -46,7 +46,7 @@ class KernelCache {
 
   // `name` is a file name: letters, digits, '-', '_'.
   std::optional<std::string> load(const std::string& name) const;
-  // A kernel whose name starts with `prefix`, the first by name: for who cannot tell the rest of it.
+  // A kernel whose name starts with `prefix`, the first by name: for callers that do not know the rest of the name.
   std::optional<std::string> load_like(const std::string& prefix) const;
   // `file` (with its extension) in the first folder that has it and where it may be loaded from.
   std::optional<File> open(const std::string& file) const;

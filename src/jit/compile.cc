@@ -47,8 +47,8 @@ void add_system_headers(Digest& digest, const std::vector<NvrtcHeader>& headers,
   }
 }
 
-// What Weft brings to a kernel. Folders stand in the key by their content only, so that one cache serves
-// several environments.
+// Weft's part of a kernel's sources. Folders stand in the key by their content only, so that one cache
+// serves several environments.
 std::string source_name(const KernelKey& key, const std::string& source,
                         const std::vector<NvrtcHeader>& headers, const std::vector<std::string>& options) {
   Digest digest;

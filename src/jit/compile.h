@@ -27,8 +27,9 @@ struct Compiled {
 // that one.
 std::string architecture(int major, int minor);
 
-// Loads from the cache or compiles and stores. `cache` may be null: always compile, keep nothing. Where there
-// is no NVRTC, or the option compile is "never", what another release of it made of the same source will do.
+// Loads from the cache, or compiles and stores. `cache` may be null: always compile, keep nothing. Where
+// there is no NVRTC, or the option compile is "never", a kernel that another release of NVRTC made from the
+// same source is taken.
 // Errors: kUnsupported where that is not there either; kSystem with the log where the source does not compile.
 Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture,
                                 const KernelCache* cache);

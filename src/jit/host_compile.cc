@@ -170,7 +170,7 @@ Status build(const HostSource& wanted, const std::string& path) {
     arguments.insert(arguments.end(), {"-I" + wanted.way.sources, file, "-o", object});
     status = run_compiler(arguments, log);
   }
-  // Whatever the umask, nobody else may write what others will load.
+  // Whatever the umask, no other user may write a file that processes will load.
   if (status.ok() && (chmod(object.c_str(), 0700) != 0 || rename(object.c_str(), path.c_str()) != 0))
     status = Status::make(Code::kCapacity, "{}: {}", path, strerror(errno));
   for (const std::string& left : {file, log, object}) unlink(left.c_str());

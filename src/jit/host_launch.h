@@ -25,8 +25,8 @@ struct HostGrid {
 // Errors: kSystem when the system refuses a thread; then `body` has run on none.
 Status run_on_host(const HostGrid& grid, const std::function<void()>& body);
 
-// Processor time that the calling thread has spent in its launches, since it first asked. What a call takes
-// beyond that is the time of the host, as on a GPU the time until the kernel is enqueued.
+// Processor time that the calling thread has spent in its launches, since it first asked. The rest of a
+// call's time is host time, as on a GPU the time until the kernel is enqueued.
 uint64_t host_kernel_ns();
 
 }  // namespace weft

@@ -12,8 +12,8 @@
 
 namespace weft {
 
-// What a kernel must be able to do with its peers: anything will do; it takes addresses of all of them; it is there for
-// those that have none.
+// The peers that a kernel needs: any peers; peers that are all mapped, since it takes their addresses; peers behind
+// ports.
 enum class Needs { kAny, kMapped, kPorts };
 
 // A mesh, as kernels are built for it.

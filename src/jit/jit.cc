@@ -42,7 +42,7 @@ class Kernel {
 
 namespace {
 
-// A kernel that is being compiled: by whoever asked first; who comes later waits for `is_done`.
+// A kernel that is being compiled: by whoever asked first; later callers wait for `is_done`.
 struct Build {
   explicit Build(const KernelKey& key) : kernel(std::make_unique<Kernel>(key)) {}
 

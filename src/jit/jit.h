@@ -24,7 +24,7 @@ namespace weft {
 
 struct DeviceSources;
 
-// What makes one compiled kernel differ from another.
+// Everything in which compiled kernels differ.
 struct KernelKey {
   std::string file;       // "kernels/moe/dispatch.cuh"
   std::string name;       // "dispatch_rows": template <class Mesh, class Shape>
@@ -39,7 +39,8 @@ struct KernelKey {
   // Generated source that follows the includes and defines the function. On the host such a kernel is
   // compiled when it is first asked for, which needs a C++ compiler (`c++`) there; else kUnsupported.
   std::string prelude = {};
-  // What the mesh brings beside Weft's headers; one object for a process, so that equal ones are the same. Null: nothing.
+  // The sources that the mesh adds to Weft's headers; one object for a process, so that equal ones are the same. Null:
+  // none.
   std::shared_ptr<const DeviceSources> sources = {};
 
   auto operator<=>(const KernelKey&) const = default;
@@ -76,7 +77,7 @@ class Jit {
   Result<const Kernel*> get(const KernelKey& key);
 
   // Starts to compile kernels that get() will soon be asked for, each on a thread of its own; returns at once.
-  // What fails here fails at get(). Nothing happens for kernels that came with Weft.
+  // Errors show at get(). Does nothing for kernels that came with Weft.
   void prepare(const std::vector<KernelKey>& keys);
 
   // Returns when no thread of prepare() runs any more: before the process ends.

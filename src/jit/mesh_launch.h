@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// What a port peer that is lost is to a launch.
+// How a launch treats a lost port peer.
 enum class Losses { kAreErrors, kAreNoErrors };
 
 // Of a communicator's own device. On the host WEFT_HOST_THREADS, or the rank's share of the cores.

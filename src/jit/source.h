@@ -16,7 +16,7 @@ namespace weft {
 // What profilers show: "weft_low_latency_dispatch".
 std::string entry_point(const KernelKey& key);
 
-// What kernels note that are compiled from now on: nothing unless WEFT_TRACE_SPANS is above 0.
+// The trace that kernels compiled from now on contain: none unless WEFT_TRACE_SPANS is above 0.
 enum class Traced : int { kNothing, kBlocks, kAll };
 Traced what_is_traced();
 // Kernels with a trace note when their blocks began and ended, and no more. Of the process, for benchmarks.

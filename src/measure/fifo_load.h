@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How fast kernels of a device can ask host threads for something, with nothing behind the queue:
+// Measures how fast kernels of a device push commands to host threads that only pop them:
 //   seconds = *measure_fifo(device, 4, 1 << 20, 2048);      // four producers, from the first command to the last
 //   trips = *measure_fifo_trips(device, 2000, 2048);        // trips.push_to_pop_us
 // Threads: any number of measurements at once.

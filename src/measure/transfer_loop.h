@@ -40,7 +40,7 @@ std::vector<uint32_t> random_pages(uint32_t count, uint32_t pool, uint32_t seed)
 // Seconds of each repetition. Errors: those of the operations.
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until);
-// What a server has answered on one connection so far: immediates are counted over all of its sessions.
+// The echoes that a server has answered on one connection so far: immediates are counted over all of its sessions.
 struct Answered {
   uint64_t echoes = 0;
   uint64_t stops = 0;

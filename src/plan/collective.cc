@@ -24,10 +24,10 @@ constexpr uint32_t kLeastSliceUnits = 8;
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
 constexpr uint64_t kPiecesPerPipe = 4;
-// What a rank has under way out of the memory of a broadcast's root, in half of the stages. More only queues, in front of
-// what ranks send each other (measured on 4 H100, docs/decisions/0073).
+// The bytes that a rank has under way out of the memory of a broadcast's root, in half of the stages. More only queues,
+// in front of what ranks send each other (measured on 4 H100, docs/decisions/0073).
 constexpr uint64_t kTakenBytes = 192 << 10, kLeastTakenPieceBytes = 512;
-// What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
+// A block stages its data in enough slices that filling one and emptying another overlap, unless slices
 // would be so small that their signals count.
 constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
 // Each slice waits for its stores and a signal. Blocks of few ranks have fewer peers to store to meanwhile, so they get

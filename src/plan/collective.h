@@ -22,7 +22,7 @@ struct RingOptions {
   bool has_ports = false;     // messages to some peers start in an outbox
 };
 
-// Units of a block's staging area for one sender (docs/decisions/0077-larger-stages-for-few-ranks.md).
+// Units of a block's staging area for one sender (docs/decisions/0077-stages-take-64-mib-per-rank.md).
 uint32_t exchange_stage_units(uint32_t ranks, bool is_cuda);
 
 // Rings and counters, from offset 0 of every window.
@@ -71,7 +71,8 @@ struct ExchangePlan {
   uint32_t pipe_warps;
   GridPlan grid;
 };
-// How many blocks share an exchange, and how. From what all ranks know alike: their blocks meet by number.
+// How many blocks share an exchange, and how. Computed only from values that are the same on all ranks, because blocks
+// of the same number meet.
 ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layout, uint32_t num_sms,
                            const ComputeLimits& limits);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of what an elastic buffer has besides dispatch and combine: messages between neighbours, reads of
-// a table. Pure functions: no device, no environment, no clock.
+// Plans of an elastic buffer's other calls, besides dispatch and combine: messages between neighbours, reads
+// of a table. Pure functions: no device, no environment, no clock.
 #pragma once
 
 #include <cstdint>
@@ -20,15 +20,16 @@ struct NeighbourPlan {
 };
 NeighbourPlan plan_neighbours(uint64_t max_bytes, uint32_t in_flight, bool has_ports);
 
-// Who sends to whom: the side of `peer` that takes what `rank` sends, or -1 where they are no neighbours.
-// Where a rank is both neighbours of another, it is the previous one.
+// The side of `peer` that receives the messages of `rank`, or -1 where the two are no neighbours. A rank
+// that is both the previous and the next neighbour of another counts as the previous one.
 int ring_side(uint32_t rank, uint32_t peer, uint32_t ranks);
 
 // num_sms 0: as many as a message of this size is worth.
 GridPlan plan_ring_message(uint64_t bytes, uint32_t num_sms, const ComputeLimits& limits);
 GridPlan plan_engram_fetch(uint64_t count, bool has_ports, const ComputeLimits& limits);
 
-// Where a rank's entries stand in its window, and what it fetches through ports lands: from offset 0 of every window.
+// The places of a rank's entries in its window, and of entries that it fetches through ports: from offset 0 of every
+// window.
 EngramLayout plan_engram(uint64_t entries_per_rank, uint64_t row_bytes, bool has_ports,
                          const ComputeLimits& limits);
 

@@ -168,7 +168,7 @@ FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigur
   const uint64_t chunk = batches.capacity * message.stride;
   FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk, 0,
                Bound::kLatency},
-              // What came once for a node goes on to its other ranks over mapped links.
+              // Rows that came once for a node go on to its other ranks over mapped links.
               {near_bytes + whole(to_rank * others * near * bytes), whole(to_node * others * stride),
                uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);

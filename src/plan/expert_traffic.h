@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a mean dispatch or combine over nodes does and how long it takes on paper: grid, chunks, bytes, puts, time.
+// The work of an average dispatch or combine over nodes, and its predicted time: grid, chunks, bytes, puts,
+// microseconds.
 //   const ExpertTraffic traffic = plan_high_throughput_traffic(shape, machine);
 //   traffic.dispatch.us, traffic.dispatch.bound
-// Tokens choose different experts with equal chances. Decisions are those of the planners that calls use; the time is
-// the largest of what each link and each rail's puts take, and the latency of what must come before. Nothing else that
-// a kernel does is in it, so that calls take longer. Pure functions: no device, no environment, no clock.
+// Tokens choose different experts with equal chances. Decisions are those of the planners that calls use. The time is
+// the longest of the times of each link and of each rail's puts, plus the latency of earlier steps. It leaves out all
+// other work of a kernel, so calls take longer. Pure functions: no device, no environment, no clock.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,7 @@ struct MachineFigures : LinkFigures {
 enum class Bound { kLatency, kMapped, kNetwork, kPuts };
 const char* to_string(Bound bound);
 
-// What one rank sends in one direction.
+// The traffic that one rank sends in one direction.
 struct TrafficPhase {
   uint64_t mapped_bytes;
   uint64_t network_bytes;
@@ -82,7 +83,8 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
                                                    const MachineFigures& machine);
 Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
                                                const MachineFigures& machine);
-// What calls decide their fan-out by: of nodes that differ, ranks_per_node is the widest's. All ranks must give the same.
+// The inputs by which calls decide their fan-out. If nodes differ, ranks_per_node is that of the widest. All ranks must
+// give the same values.
 FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);        // dispatch
 FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);  // combine
 

@@ -45,7 +45,7 @@ struct GridPlan {
 
 // SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
 // for what goes beside the rows. `nvlinks`: that are up, -1 where nobody can say; `compute_major`: 9 on
-// Hopper. Sources: bare bulk copies and stores between 8 H200 (docs/performance.md, SMs); A100's and B200's
+// Hopper. Sources: bare bulk copies and stores between 8 H200 (bench/results/moe-on-gpus.md); A100's and B200's
 // links as NVIDIA states them, in the same proportion.
 uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits);
 

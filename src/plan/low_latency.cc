@@ -70,7 +70,7 @@ bool has_bulk_room(uint64_t bytes, const ComputeLimits& limits) {
 
 // Lines save a fence and a trip to memory each way, and cost a seventh of the bytes that leave. Both
 // constants are of H200: 4.4 and 4.0 us less for a round trip of 64 and 128 tokens between two GPUs, with
-// what their lines cost there (docs/performance.md), and what pushes of all SMs reach among eight.
+// what their lines cost there (bench/results/low-latency-on-gpus.md), and what pushes of all SMs reach among eight.
 uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                           const MessageLayout& message) {
   constexpr double kSavedUs = 4.5;

@@ -19,7 +19,7 @@ inline constexpr uint32_t kPlannedLineTokens = ~uint32_t{0};
 // Whether rows go by bulk copies where a call takes a bounded number of SMs: never, where that is faster, or wherever it can be.
 enum class BulkRows { kNever, kPlanned, kAlways };
 
-// What all ranks of a call agree on.
+// The sizes that all ranks of a call agree on.
 struct LowLatencySizes {
   uint32_t ranks;
   uint32_t max_tokens;  // per rank
@@ -40,9 +40,8 @@ struct LowLatencySizes {
 };
 
 struct LowLatencyPlan {
-  uint64_t
-      word_bytes;  // of each half of the region, for what is no line; with ports, as much again for the outbox
-  bool lines;      // whether some rank's tokens may travel as lines
+  uint64_t word_bytes;  // of each half of the region, without lines; with ports, as much again for the outbox
+  bool lines;           // whether some rank's tokens may travel as lines
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;
@@ -69,8 +68,8 @@ uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports = false);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports);
-// Bytes of a board beside a region of `region_bytes` of ranks with port peers: control, and what a rank keeps of each half
-// that it sends to itself.
+// Bytes of a board beside a region of `region_bytes` of ranks with port peers: the control area, and a rank's messages
+// to itself in each half.
 uint64_t low_latency_board_bytes(uint32_t ranks, uint64_t region_bytes);
 // Bytes of a region in which ranks with port peers can make every call that ranks which map each other make in one of
 // `region_bytes`.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of high-throughput dispatch and combine among ranks that do not all map each other: who makes an island, who
-// is whose hub, where rings stand, what grid runs. Pure functions: no device, no environment, no clock. The words are
-// those of kernels/moe/two_level_args.h.
+// Plans of high-throughput dispatch and combine among ranks that do not all map each other: islands, hubs, places of
+// rings, grid. Pure functions: no device, no environment, no clock. The words are those of
+// kernels/moe/two_level_args.h.
 #pragma once
 
 #include <cstdint>

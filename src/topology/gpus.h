@@ -22,7 +22,7 @@ struct GpuFacts {
   int sms = 0;
   int compute_major = 0, compute_minor = 0;
   int numa_node = -1;             // of the CPUs nearest to it; -1 where the system does not say
-  int nvlinks = -1;               // that are up; -1 where nobody can say
+  int nvlinks = -1;               // that are up; -1 where it is unknown
   bool can_share_vmm = false;     // memory as a file descriptor (cuMemExportToShareableHandle)
   bool can_share_fabric = false;  // memory as a fabric handle, for GPUs of other hosts in one NVLink domain
   bool can_rdma = false;          // NICs may read and write such memory

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a rank knows of the machine it runs on, and what it tells the others: facts, no decisions.
+// The facts that a rank knows of its machine and gives to the others; no decisions.
 //   WEFT_TRY_ASSIGN(RankFacts mine, rank_facts(rank, device));
 // transports/transport.h decides from the facts of all ranks who reaches whom, and how.
 // Threads: any.

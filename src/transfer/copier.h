@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies between host memory and memory of either kind, for what no NIC can reach.
+// Copies between host memory and memory of either kind, for memory that no NIC can reach.
 //   WEFT_TRY(copy_to_host(buffer, gpu_pointer, bytes, range));          // done when it returns
 //   CopyQueue queue(range.device);                                      // or: several copies, asked for later
 //   queue.copy(a, b, n); queue.copy(c, d, m); queue.seal(); ... if (*queue.is_done()) ...

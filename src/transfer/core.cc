@@ -164,7 +164,7 @@ Status Core::closed_status() const {
 }
 
 void Core::submit(std::shared_ptr<Transfer> transfer) {
-  if (token.try_take()) {  // nobody is at it: post right here
+  if (token.try_take()) {  // no thread holds the token: post right here
     copied_ = 0;
     start_submitted();
     start(std::move(transfer));
@@ -312,7 +312,7 @@ void Core::note_loans_end(const Transfer& transfer) {
       remote->revoked_.store(true, std::memory_order_release);
 }
 
-// Whether the peer has said that it wants the memory of a flight back. Who says nothing, and lends it no more, does not
+// Whether the peer has said that it wants the memory of a flight back. A silent peer that no longer lends it does not
 // count this engine among its peers.
 bool Core::was_asked_back(const Flight& flight) const {
   const auto is_asked = [&](const std::shared_ptr<Remote>& remote) {
@@ -323,7 +323,7 @@ bool Core::was_asked_back(const Flight& flight) const {
   return false;
 }
 
-// What the end of a flight means for one transfer that it carried, if it carried any.
+// Applies the end of a flight to the transfer that it carried, if any.
 void Core::on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event) {
   if (transfer) --transfer->in_flight_;
   if (event.kind == EventKind::kFailed) {

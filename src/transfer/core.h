@@ -36,7 +36,7 @@ using provider::Posted;
 using provider::Rail;
 using Clock = Deadline::Clock;
 
-// The right to touch the engine's state. Not fair: whoever waits for something polls anyway.
+// The right to touch the engine's state. Not fair, which does no harm: every waiting thread polls anyway.
 class Token {
  public:
   bool try_take() {
@@ -129,7 +129,7 @@ class Core {
   uint64_t write_bytes_max() const { return write_bytes_max_; }
   bool wants_staging(const Memory& memory, const Remote& remote, size_t pieces, uint64_t bytes) const;
   std::atomic<uint32_t> next_rail{0};
-  // What transfers of a kind are counted by.
+  // The counters of one kind of transfers.
   TallyOperation& counted(OpKind kind) const { return *counted_[static_cast<size_t>(kind)]; }
   void count(const Transfer& transfer, bool is_done);
 
@@ -216,7 +216,8 @@ class Core {
   void unlist_active(Transfer& transfer);
   void pump();
   static constexpr uint32_t kPiecesPerTurn = 32;  // of one transfer, before others get theirs
-  // Where a post copies: by all transfers, before the token is free again. Who submits one lasts no longer.
+  // Where a post copies: the bytes that all transfers together may copy before the token is free again. This also
+  // bounds the submitting call.
   static constexpr uint64_t kCopiedPerTurn = 4 << 20;
   bool has_copied_enough() const { return copied_ >= kCopiedPerTurn; }
   void note_moved(Transfer& transfer, uint64_t bytes, size_t pieces);

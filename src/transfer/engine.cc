@@ -301,8 +301,8 @@ Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t
     expected.emplace_back(std::move(arrivals), core_->next_barrier_round(peer, id));
   }
   for (auto& [arrivals, round] : expected) WEFT_TRY(wait_imm(arrivals, round, until));
-  // What this engine says next, a farewell above all, must not overtake its part of the barrier. Everyone has come:
-  // a peer that has left since is nobody's concern here.
+  // What this engine says next, a farewell above all, must not overtake its part of the barrier. Every peer has
+  // come: one that has left since does not matter here.
   for (const auto& signal : signals) WEFT_TRY(wait_for_end(*signal, until));
   return {};
 }

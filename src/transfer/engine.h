@@ -12,14 +12,14 @@
 //   (*engine)->write({mine, 0, theirs, 0, bytes, {.imm = 7}});
 //   // there:  (*engine)->wait_imm(*(*engine)->imm_counter(peer, 7), 1, deadline)
 //
-// One engine per device: it owns that device's rails, one worker thread and one progress token. Whoever holds
-// the token posts and polls; a thread that waits takes it and so makes its own progress, the worker does so
-// when nobody waits. Order: none between transfers. The immediate of a write is counted after all bytes of
-// that write are visible. Errors: a mistake in arguments is a kInvalid Status of the call, and nothing is
-// written. Later failures belong to the Transfer; those of a lost peer are kPeerLost and name it. The engine
-// stays usable. Handles (memory, peers, transfers, counters) go to the engine that made them; others are
-// kInvalid. Threads: every method from any thread. Callbacks run on a thread of their own and may call
-// every method.
+// One engine per device: it owns that device's rails, one worker thread and one progress token. The holder of
+// the token posts and polls. A thread that waits takes the token and so makes its own progress; the worker
+// takes it when no thread waits. Order: none between transfers. The immediate of a write is counted after all
+// bytes of that write are visible. Errors: a mistake in arguments is a kInvalid Status of the call, and
+// nothing is written. Later failures belong to the Transfer; those of a lost peer are kPeerLost and name it.
+// The engine stays usable. Handles (memory, peers, transfers, counters) go to the engine that made them;
+// others are kInvalid. Threads: every method from any thread. Callbacks run on a thread of their own and may
+// call every method.
 #pragma once
 
 #include <functional>
@@ -47,7 +47,7 @@ struct Options {
   std::shared_ptr<provider::Provider> provider;
   std::vector<provider::Nic> nics;  // one rail each, in this order; a NIC may appear more than once
   std::string name;                 // what error messages of peers call this engine; empty: host:process
-  std::string secret = config().job_secret;   // peers must prove to know it; empty: whoever calls is let in
+  std::string secret = config().job_secret;   // peers must prove to know it; empty: any engine may connect
   double timeout_s = config().timeout_s;      // of transfers that do not say otherwise
   double heartbeat_s = config().heartbeat_s;  // longest silence towards a peer
   double peer_dead_s = config().peer_dead_s;  // longest silence of a peer
@@ -124,10 +124,10 @@ class Engine {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   // Bytes that let a connected peer attach. Errors: kInvalid for memory without remote access.
   Result<std::string> describe(const Memory& memory) const;
-  // Of kLent memory, without a question and an answer: keys() goes to the peer by a way of the caller's, and there adopt()
-  // makes of it what attach() gives. Nobody is told when unregister() takes the memory back. Nothing is written to it
-  // from then on; a write that still comes fails over there, where is_revoked() of the Remote is true then. Errors:
-  // kInvalid, kUnsupported for more than LentKeys::kRailsMax rails.
+  // For kLent memory, without a round trip: the caller sends keys() to the peer by its own way, and adopt() there makes
+  // a Remote of it, as attach() does. unregister() takes the memory back without telling the peer. Nothing is written
+  // to it from then on; a later write fails at the peer, and is_revoked() of its Remote is then true. Errors: kInvalid,
+  // kUnsupported for more than LentKeys::kRailsMax rails.
   Result<LentKeys> keys(const Memory& memory) const;
   Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const;
   // Takes the memory back: peers that attached it are told and confirm, after which none can touch it.
@@ -141,7 +141,8 @@ class Engine {
   std::vector<std::shared_ptr<Peer>> peers() const;  // connected ones, also those that connected to us
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
   Status disconnect(const std::shared_ptr<Peer>& peer);
-  // The caller knows that the peer is lost, and why: what involves it fails now, without a word to it.
+  // Call it when the peer is known to be lost: every operation that involves the peer fails now, with that reason. The
+  // peer is not told.
   void lose(const std::shared_ptr<Peer>& peer, Status why);
 
   Result<std::shared_ptr<Transfer>> write(WriteRequest request);
@@ -171,20 +172,20 @@ class Engine {
 
   Status wait(const std::shared_ptr<Transfer>& transfer, Deadline until);
   Status wait(const Counter& counter, uint64_t finished_at_least, Deadline until);
-  // Calls once when the transfer has ended, also if it has already. Adds to what How::callback does.
+  // Calls once when the transfer has ended, also if it has already. How::callback is called besides.
   void on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback);
   // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no
   // effect. Returns the phase that cancel() found.
   Phase cancel(const std::shared_ptr<Transfer>& transfer);
 
-  // One round of posting and polling, if nobody else is at it. For engines without a worker.
+  // One round of posting and polling, unless another thread holds the token. For engines without a worker.
   void progress();
   // Sleeps until progress() is worth while, or `most_ns` (less than a second). False, and no sleep: the rails cannot tell. Where
   // others call progress() meanwhile, it may sleep to its end.
   bool sleep(uint64_t most_ns) const;
-  // What is under way, one line per peer and transfer: for error reports.
+  // Lists everything under way, one line per peer and transfer: for error reports.
   std::string dump() const;
-  // Fails what is under way with kClosed, tells peers, stops the threads. Idempotent.
+  // Fails all operations under way with kClosed, tells peers, stops the threads. Idempotent.
   void close();
 
   Core& core() { return *core_; }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What users of the transfer engine hold: registered memory, attached remote memory, peers, transfers,
-// counters. All are shared pointers to the classes below. Threads: every public method may be called from any
-// thread. Lifetime: a handle may outlive its engine; it then answers as after close(). check_owner() is kInvalid in a forked
-// child, which must not wait for what its parent's threads do.
+// The handles of the transfer engine's users: registered memory, attached remote memory, peers, transfers, counters.
+// All are shared pointers to the classes below. Threads: every public method may be called from any thread. Lifetime: a
+// handle may outlive its engine; it then answers as after close(). check_owner() is kInvalid in a forked child, because
+// its parent's threads do not run there.
 #pragma once
 
 #include <atomic>

@@ -51,7 +51,7 @@ std::vector<std::shared_ptr<Peer>> Core::connected_peers() {
 
 // A peer, connecting, with routes and a slot; known ones get new ones.
 Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
-  for (auto at = peers_.begin(); at != peers_.end();)  // forget the dead whom nobody holds
+  for (auto at = peers_.begin(); at != peers_.end();)  // forget dead peers without a handle
     at = at->second->state() >= PeerState::kLost && at->second.use_count() == 1 ? peers_.erase(at)
                                                                                 : std::next(at);
   uint32_t slot = kPeersMax;
@@ -82,7 +82,7 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
     peer->why_ = {};
   }
   peer->state_.store(PeerState::kConnecting, std::memory_order_release);
-  next_slot_ = (slot + 1) % kPeersMax;  // a freed slot rests: late immediates of its former owner find nobody
+  next_slot_ = (slot + 1) % kPeersMax;  // a freed slot rests: late immediates of its former owner hit no peer
   slots_[slot] = peer.get();
   peers_[address.engine] = peer;
   return peer;
@@ -257,7 +257,7 @@ void Core::lose(const std::shared_ptr<Peer>& peer, Status why) {
 }
 
 // What a closing engine tells: that it does not leave in peace, but because somebody else was lost, who is then to be
-// named. What it lost long ago is no reason.
+// named. A peer that it lost long ago is no reason.
 std::string Core::farewell() const {
   const Clock::duration since = Clock::now() - lost_at_;
   if (last_loss_.empty() || since > to_duration(options.timeout_s + options.peer_dead_s))

@@ -10,8 +10,8 @@
 // On one host the slots are shared memory: the sender gathers straight into them and writes the immediate
 // alone.
 // Several slots are in flight, so that gathering, sending and placing overlap. A staged transfer is done
-// when its pages are in place over there. Nothing of a pack is written unless all of it may be. Threads: the
-// holder of the token.
+// when its pages are in place over there. A pack is written as a whole or, if one piece is refused, not at
+// all. Threads: the holder of the token.
 #pragma once
 
 #include <deque>

@@ -55,7 +55,7 @@ constexpr uint32_t imm_sender(uint32_t imm) {
 constexpr uint32_t imm_id(uint32_t imm) {
   return imm & kImmIdMax;
 }
-// What a counter is found by: barriers do not count where writes do, whatever their ids.
+// The key of a counter: barriers and writes have separate counters, even with equal ids.
 constexpr uint32_t counter_key(ImmClass kind, uint32_t id) {
   return static_cast<uint32_t>(kind) << kImmIdBits | id;
 }
@@ -80,13 +80,13 @@ struct Address {
   EngineId engine;
   std::string name;
   std::string provider;
-  Nonce mark{};         // mark_of() its job's secret: who has another sees it here, and need not call
+  Nonce mark{};         // mark_of() its job's secret: an engine with another one sees that here, and need not connect
   ProcessName process;  // that the engine is in
   std::vector<std::string> rails;
 };
 Nonce mark_of(std::string_view secret, const EngineId& engine);
 
-// What names a piece of remote memory: what describe() returns and attach() takes.
+// The name of a piece of remote memory: describe() returns it, attach() takes it.
 struct Descriptor {
   EngineId engine;
   uint64_t region = 0;
@@ -100,7 +100,7 @@ struct RailKey {
   uint64_t rkey = 0;
 };
 
-// What a peer needs to write to memory that it is lent without having asked: Engine::keys(), Engine::adopt().
+// The keys by which a peer writes to lent memory without attach(): Engine::keys(), Engine::adopt().
 struct LentKeys {
   static constexpr uint32_t kRailsMax = 3;
   uint64_t bytes = 0;  // of the memory
@@ -130,9 +130,9 @@ enum class MessageType : uint8_t {
   kLast = kStageDone,
 };
 
-// What a sender shows to one receiver in one life of their connection, so that nobody else speaks for it. Both derive
-// it from their secret and the salt that the receiver has made up for that life and said in its hello or welcome: so
-// each side can check what comes before it has heard anything, and what was overheard in another life shows nothing.
+// The keys by which a sender proves its messages and immediates to one receiver, in one life of their connection.
+// Both derive them from the secret and the salt that the receiver made up for that life and sent in its hello or
+// welcome. So the receiver can check messages that arrive before any other, and keys of another life are worthless.
 struct SenderKeys {
   MacKey mac{};        // seals messages
   uint32_t token = 0;  // in immediates
@@ -227,8 +227,8 @@ bool is_sealed(std::string_view message, const MacKey& key);
 Result<MessageHead> parse_head(std::string_view message);  // the body is message.substr(kHeadBytes)
 
 std::string to_body(const Hello& hello);
-// That who sends `hello` under `head` to the engine `to` knows the job's secret. A hello that was overheard
-// proves nothing to another engine, nor as a welcome.
+// Proves that the sender of `hello` under `head`, to the engine `to`, knows the job's secret. An overheard
+// hello proves nothing to another engine, nor as a welcome.
 Proof prove_hello(std::string_view secret, const MessageHead& head, const Hello& hello, const EngineId& to);
 std::string to_body(const Attach& attach);
 std::string to_body(const Attached& attached);

@@ -28,6 +28,7 @@ from weft.testing.ranks import Rank, run_ranks
 
 LATE = 1
 WAIT_S = 0.1  # the others' deadline, and nothing has to be ready by then
+MAKING_S = 5.0  # their deadline where they make their buffers with it, too
 FAR_S = 100.0
 GARBAGE = -777.0
 FEW, MANY = 3, 40_000  # less than a vector; several slices, and large enough for messages by reference
@@ -182,7 +183,7 @@ class HighThroughput:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank.rank
-        self.buffer = weft.Buffer(rank.group, 8 << 20, timeout_s=WAIT_S)
+        self.buffer = weft.Buffer(rank.group, 8 << 20, timeout_s=MAKING_S)
 
     def dispatch(self) -> Any:
         topk_idx = CASE.topk_idx(self.rank)
@@ -209,7 +210,7 @@ class LowLatency:
         size = weft.Buffer.get_low_latency_rdma_size_hint(
             MOST_TOKENS, CASE.hidden, rank.size, CASE.num_experts
         )
-        self.buffer = weft.Buffer(rank.group, 0, size, low_latency_mode=True, timeout_s=WAIT_S)
+        self.buffer = weft.Buffer(rank.group, 0, size, low_latency_mode=True, timeout_s=MAKING_S)
 
     def dispatch(self) -> Any:
         return self.buffer.low_latency_dispatch(

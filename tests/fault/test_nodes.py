@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from kills import pid_of, state_of, until
+from programs import PYTHON, environment
 
 import weft
 from weft import _core
@@ -131,7 +132,7 @@ def test_ranks_that_leave_one_after_the_other_are_not_missed(first: int) -> None
 
 
 def stop_one(rank: Rank) -> float:
-    comm = weft.Communicator(rank.group, timeout_s=3)
+    comm = weft.Communicator(rank.group, timeout_s=6)
     comm.barrier()
     pid = pid_of(rank, LOST)
     rank.meet()
@@ -147,11 +148,11 @@ def stop_one(rank: Rank) -> float:
 
 def test_a_stopped_rank_of_another_node_keeps_the_deadline() -> None:
     results = run_ranks(RANKS, stop_one, lost={LOST}, deadline_s=90, with_gpus=False)
-    assert all(results[rank] >= 2.9 for rank in (2, 3))
+    assert all(results[rank] >= 5.9 for rank in (2, 3))
 
 
 def wait_in_vain(rank: Rank, pid: int) -> str:
-    comm = weft.Communicator(rank.group, timeout_s=1)
+    comm = weft.Communicator(rank.group, timeout_s=5)
     comm.barrier()
     rank.meet()
     if rank.rank == 0:
@@ -248,12 +249,11 @@ def spaces() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.mark.timeout(180)
 def test_an_unplugged_link_is_noticed_on_both_sides(spaces: list[str], tmp_path: Path) -> None:
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(2):
         env = {
-            **os.environ,
+            **environment(),
             "WEFT_RANKS_PER_NODE": "1",
             "WEFT_PEER_DEAD_S": "2",
             "WEFT_HEARTBEAT_S": "0.5",
@@ -266,7 +266,7 @@ def test_an_unplugged_link_is_noticed_on_both_sides(spaces: list[str], tmp_path:
             "netns",
             "exec",
             spaces[rank],
-            sys.executable,
+            *PYTHON,
             "-c",
             RANK,
             str(rank),
@@ -278,9 +278,9 @@ def test_an_unplugged_link_is_noticed_on_both_sides(spaces: list[str], tmp_path:
             )
         )
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < until, [rank.communicate(timeout=1) for rank in ranks]
+            assert time.monotonic() < until, "ranks have not begun"
             assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
             time.sleep(0.05)
         run("ip", "-n", spaces[1], "link", "set", spaces[3], "down")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that tests start as users do: another Python, in a folder of its own, with the same Weft."""
+"""Programs that tests start as users do: another Python, in a folder of its own, with the same Weft.
+
+torch is imported in them already (tests/quick_python.py says how). A test of what an interpreter does by itself starts
+sys.executable: of imports, of the process's number, of its session, of its end by a signal that cannot be handed on.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from pathlib import Path
 import weft
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = [sys.executable]
+PYTHON = [str(ROOT / "tests" / "quick_python.py")]
 WEFT = [*PYTHON, "-m", "weft"]
+os.environ["TESTS_PYTHON"] = sys.executable
 
 
 def torchrun(num_ranks: int) -> list[str]:
@@ -26,7 +31,8 @@ def torchrun(num_ranks: int) -> list[str]:
 def environment() -> dict[str, str]:
     """Return this process's environment, in which a program of another folder finds the same Weft."""
     path = [str(Path(weft.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    ranks = {"PYTHON_EXEC": PYTHON[0]}  # what torchrun starts ranks with
+    return {**os.environ, **ranks, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_program(
@@ -103,6 +109,9 @@ def run_in_each(
 def _descendants(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        kind, _, program = Path(f"/proc/{pid}/comm").read_text().partition(" ")
     except FileNotFoundError:  # it has ended
         return []
+    if kind == "for":  # quick_python.py, for this program
+        children.append(program)
     return [each for child in map(int, children) for each in (child, *_descendants(child))]

@@ -50,31 +50,37 @@ def test_jitter_alone_keeps_the_order_and_a_rate_its_limit() -> None:
     assert [bool(cut.take(at, 100)) for at in (0.5, 1.5, 9.5, 10.5)] == [False, True, True, False]
 
 
+# One machine sends numbers, the other prints those that come. A sender that is 50 ahead of what it knows to have come
+# waits, so that no queue overflows on a busy machine; a number or an answer that is lost costs it a short wait.
 NUMBERED = """
 import socket, sys, time
 here, there = sys.argv[1:3]
 way = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 way.bind((here, 4000))
-way.settimeout(3)
+def wait(seconds):
+    way.settimeout(seconds)
+    try:
+        return way.recv(2000)
+    except TimeoutError:
+        return b""
 if here > there:
-    came = []
-    way.sendto(b"hello", (there, 4000))
-    while True:
-        try:
-            came.append(int(way.recv(2000)[:8]))
-        except TimeoutError:
-            break
+    came, until = [], time.monotonic() + 100
+    way.sendto(b"0", (there, 4000))
+    while (got := wait(1)) != b"end" and time.monotonic() < until:
+        if got:
+            came.append(int(got[:8]))
+        if not came or came[-1] % 10 == 0:
+            way.sendto(b"%d" % max(came, default=0), (there, 4000))
     print(*came)
 else:
-    while True:
-        try:
-            way.recv(2000)
-            break
-        except TimeoutError:
-            pass
-    for number in range(3000):
+    known = int(wait(100))
+    for number in range(1, 3001):
         way.sendto(b"%08d" % number + bytes(800), (there, 4000))
-        time.sleep(0.0002)
+        while known < number - 50:
+            known = max(known, int(wait(0.5) or number))
+    for _ in range(50):
+        time.sleep(0.02)
+        way.sendto(b"end", (there, 4000))
 """
 
 
@@ -86,7 +92,7 @@ def test_datagrams_are_lost_doubled_and_overtaken() -> None:
         workers = [made.start(at, command, stdout=-1, stderr=-2) for at, command in enumerate(commands)]
         came = [int(number) for number in _printed(workers)[1].split()]
     once = set(came)
-    assert 2400 <= len(once) < 3000, len(once)  # two cables lose 1 in 50 each
+    assert 2700 <= len(once) < 3000, len(once)  # two cables lose 1 in 50 each
     assert len(came) > len(once)
     assert any(later < sooner for sooner, later in pairwise(came))
     assert len(made.link_reports) == 2
@@ -103,7 +109,7 @@ def test_every_call_is_right_over_bad_links(
     program.write_text(EVERY_CALL.replace("300_001", "70_001"))
     monkeypatch.setattr("test_machines.QUIET", {**_quiet(), **PATIENT})
     with Machines(count, BAD) as made:
-        printed = _printed(_start(made, ranks, program), timeout_s=150)
+        printed = _printed(_start(made, ranks, program))
     for rank in range(count * ranks):
         assert f"right {rank}" in printed[rank], printed
     lost = [report.lost for report in made.link_reports]

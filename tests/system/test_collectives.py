@@ -258,18 +258,19 @@ def test_every_rank_compiles_the_same_program() -> None:
 
 
 def _missing_rank(rank: Rank) -> str:
-    comm = Collectives(Communicator(rank.group, timeout_s=20).core, timeout_s=1.0)
-    comm.all_reduce(torch.ones(8))
-    if rank.rank == 2:
-        import time
-
-        time.sleep(4)
-        return ""
-    with pytest.raises(PeerLost) as caught:
-        comm.all_reduce(torch.ones(8))
-    with pytest.raises(PeerLost):
-        comm.all_reduce(torch.ones(8))
-    return str(caught.value)
+    core = Communicator(rank.group, timeout_s=60).core
+    Collectives(core, timeout_s=60).all_reduce(torch.ones(8))
+    rank.meet()
+    story = ""
+    if rank.rank != 2:
+        comm = Collectives(core, timeout_s=1.0)
+        with pytest.raises(PeerLost) as caught:
+            comm.all_reduce(torch.ones(8))
+        with pytest.raises(PeerLost):
+            comm.all_reduce(torch.ones(8))
+        story = str(caught.value)
+    rank.meet()
+    return story
 
 
 def test_a_rank_that_stays_away_is_named_within_the_deadline() -> None:

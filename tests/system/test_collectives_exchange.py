@@ -175,15 +175,17 @@ def test_calls_of_all_kinds_follow_each_other_and_all_ranks_get_the_same_bits() 
 
 
 def _missing(rank: Rank, way: str) -> str:
-    comm = Communicator(rank.group, timeout_s=30)
-    call = Collectives(comm.core, timeout_s=0.5)
+    comm = Communicator(rank.group, timeout_s=60)
     choice = parse_variant(f"allgather_allpairs {way}").choice(rank.size, False)
-    call.all_gather(torch.ones(64), algorithm=choice)
-    if rank.rank == 1:
-        return ""
-    with pytest.raises(PeerLost) as caught:
-        call.all_gather(torch.ones(64), algorithm=choice)
-    return str(caught.value)
+    Collectives(comm.core, timeout_s=60).all_gather(torch.ones(64), algorithm=choice)
+    rank.meet()
+    story = ""
+    if rank.rank != 1:
+        with pytest.raises(PeerLost) as caught:
+            Collectives(comm.core, timeout_s=0.5).all_gather(torch.ones(64), algorithm=choice)
+        story = str(caught.value)
+    rank.meet()
+    return story
 
 
 @pytest.mark.parametrize("way", ["LL exchange", "Simple exchange", "Simple staged"])

@@ -303,16 +303,19 @@ def test_roots_that_differ_are_named_and_do_not_mix(pool: RankPool, name: str, w
 
 
 def _away(rank: Rank, name: str, way: str, who: int) -> str:
-    comm = Communicator(rank.group, timeout_s=30)
-    calls, window = Collectives(comm.core, timeout_s=0.5), Window(comm, 4 << 20)
+    comm = Communicator(rank.group, timeout_s=60)
+    window = Window(comm, 4 << 20)
     tensor = window.tensor(rank.rank, (50_000,), torch.float32)
     choice = parse_variant(f"{name}_flat {way}").choice(rank.size, True, 1)
-    getattr(calls, name)(tensor, 1, algorithm=choice)
-    if rank.rank == who:
-        return ""
-    with pytest.raises(PeerLost) as caught:
-        getattr(calls, name)(tensor, 1, algorithm=choice)
-    return str(caught.value)
+    getattr(Collectives(comm.core, timeout_s=60), name)(tensor, 1, algorithm=choice)
+    rank.meet()
+    story = ""
+    if rank.rank != who:
+        with pytest.raises(PeerLost) as caught:
+            getattr(Collectives(comm.core, timeout_s=0.5), name)(tensor, 1, algorithm=choice)
+        story = str(caught.value)
+    rank.meet()
+    return story
 
 
 @pytest.mark.parametrize("who", [1, 2])

@@ -20,7 +20,7 @@ from deep_ep_programs import (
     serve_like_vllm,
     train_one_step,
 )
-from programs import run_program
+from programs import PYTHON, run_program
 
 import deep_ep
 from weft import deep_ep_path
@@ -161,7 +161,7 @@ def test_positions_of_the_constructor_are_those_of_a_branch(branch: str, tmp_pat
     program.write_text(CONSTRUCTS)
     paths = os.pathsep.join([str(deep_ep_path.folder()), *sys.path])
     more = {"WEFT_DEEP_EP_BRANCH": branch, "PYTHONPATH": paths}
-    ran = run_program([sys.executable, str(program), branch], tmp_path, more=more)
+    ran = run_program([*PYTHON, str(program), branch], tmp_path, more=more)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == BRANCHES[branch]
 

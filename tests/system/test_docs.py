@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from programs import run_program, torchrun
+from programs import PYTHON, run_program, torchrun
 
 from weft import cli, transfer
 
@@ -20,6 +20,7 @@ FOLDERS += ["transports"]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "bench/results").glob("*.md")),
     *(ROOT / folder / "README.md" for folder in FOLDERS if folder != "docs"),
 ]
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -48,7 +49,7 @@ def test_python_blocks_run(text: str, tmp_path: Path) -> None:
     if "init_process_group" not in text:
         if '"fabric:shm"' in text and not any(nic.is_usable for nic in transfer.nics("fabric:shm")):
             pytest.skip("libfabric's shm provider is not usable here: apt install libfabric1")
-        ran = run_program([sys.executable, "program.py"], tmp_path)
+        ran = run_program([*PYTHON, "program.py"], tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         return
     ranks = int((re.findall(r"# torchrun --nproc-per-node (\d)", text) or ["3"])[0])
@@ -126,7 +127,9 @@ def test_every_decision_is_listed() -> None:
     listed = re.findall(r"^\* \[(\d+)\. .*\]\((0.*\.md)\)$", (folder / "README.md").read_text(), re.MULTILINE)
     assert [name for _, name in listed] == sorted(path.name for path in folder.glob("0*.md"))
     for number, name in listed:
-        assert (folder / name).read_text().startswith(f"# {number}. "), name
+        text = (folder / name).read_text()
+        assert text.startswith(f"# {number}. "), name
+        assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 200, name
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:

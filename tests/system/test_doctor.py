@@ -8,10 +8,11 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from programs import PYTHON, WEFT, environment, run_program
+from programs import WEFT, environment, run_program
 
 from weft import _core, cli
 from weft.runtime import doctor
@@ -106,7 +107,7 @@ def test_lines_say_what_helps() -> None:
 
 def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:
     script = "import sys; from weft import cli; cli.main(['doctor']); sys.exit('torch' in sys.modules)"
-    ran = run_program([WEFT[0], "-c", script], tmp_path)
+    ran = run_program([sys.executable, "-c", script], tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "provider loopback" in ran.stdout
 
@@ -148,7 +149,7 @@ def test_open_ports_are_named_with_who_reaches_them(secret: str, is_local: bool,
     if not chosen:
         pytest.skip("fabric:tcp has no such interface here")
     with subprocess.Popen(
-        [*PYTHON, "-c", OPENS, chosen[0]],
+        [sys.executable, "-c", OPENS, chosen[0]],
         env=environment() | {"WEFT_JOB_SECRET": secret},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from programs import ROOT, environment
+from programs import PYTHON, ROOT, environment
 
 from weft import transfer
 
@@ -48,8 +48,21 @@ def missing(command: Command, printed: str) -> list[str]:
     return [line for line, pattern in patterns.items() if not re.search(pattern, printed)]
 
 
-def run(command: Command, folder: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+@pytest.fixture(scope="module")
+def commands_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what the guides start: the Python of tests, and commands that it runs."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, starts in (("python", ""), ("weft", " -m weft"), ("torchrun", " -m torch.distributed.run")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec {PYTHON[0]}{starts} "$@"\n')
+        command.chmod(0o755)
+    return folder
+
+
+def run(command: Command, folder: Path, commands_folder: Path) -> None:
+    path = os.pathsep.join(
+        [str(commands_folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )
     settings = environment() | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
     ran = subprocess.run(
         command.line,
@@ -66,7 +79,9 @@ def run(command: Command, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
-def test_programs_and_commands_of_the_guide_do_what_it_shows(guide: Path, tmp_path: Path) -> None:
+def test_programs_and_commands_of_the_guide_do_what_it_shows(
+    guide: Path, commands_folder: Path, tmp_path: Path
+) -> None:
     text = guide.read_text()
     for provider in sorted(set(re.findall(r"fabric:(?:shm|tcp)", text))):
         if not any(nic.is_usable for nic in transfer.nics(provider)):
@@ -78,7 +93,7 @@ def test_programs_and_commands_of_the_guide_do_what_it_shows(guide: Path, tmp_pa
             (tmp_path / name[1]).write_text(block)
         elif language == "console":
             for command in commands(block):
-                run(command, tmp_path)
+                run(command, tmp_path, commands_folder)
         else:
             assert language == "text", f"{guide.name}: a block is python, console or text, not {language!r}"
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from programs import environment, run_program
+from programs import PYTHON, environment, run_program
 
 from weft.testing import machines
 from weft.testing.machines import Machines
@@ -73,7 +72,7 @@ def _start(made: Machines, ranks: int, program: Path, *arguments: str) -> list[s
     return [
         made.start(
             rank // ranks,
-            [sys.executable, str(program), *arguments],
+            [*PYTHON, str(program), *arguments],
             env=environment() | QUIET | meet | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,7 +81,7 @@ def _start(made: Machines, ranks: int, program: Path, *arguments: str) -> list[s
     ]
 
 
-def _printed(workers: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[str]:
+def _printed(workers: list[subprocess.Popen[str]], timeout_s: float = 200) -> list[str]:
     until = time.monotonic() + timeout_s
     return [worker.communicate(timeout=max(until - time.monotonic(), 1))[0] for worker in workers]
 
@@ -105,7 +104,7 @@ def test_the_log_says_which_network_was_taken_and_why(program: Path) -> None:
         workers = [
             made.start(
                 rank,
-                [sys.executable, str(program)],
+                [*PYTHON, str(program)],
                 env=environment() | QUIET | meet | {"RANK": str(rank), "WEFT_LOG": "info"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -131,7 +130,7 @@ def _wait_for_marks(
     folder: Path, least: Sequence[int], workers: Sequence[subprocess.Popen[str]] = ()
 ) -> None:
     """Wait until every rank has written its least number of marks, while none of the workers ends."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while any(has < wanted for has, wanted in zip(_marks(folder, len(least)), least, strict=True)):
         if any(worker.poll() is not None for worker in workers):
             raise AssertionError(_printed(list(workers)))
@@ -193,7 +192,7 @@ def test_an_address_without_a_way_to_it_is_told_in_the_first_seconds(program: Pa
 def test_the_command_runs_torchrun_everywhere(tmp_path: Path, program: Path) -> None:
     program.write_text(EVERY_CALL)
     command = [
-        sys.executable,
+        *PYTHON,
         "-m",
         "weft.testing.machines",
         "--machines",

@@ -7,12 +7,13 @@ import json
 import os
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from programs import PYTHON, WEFT, environment, run_program
+from programs import WEFT, environment, run_program
 
 from weft import _core
 from weft.runtime import top
@@ -86,7 +87,7 @@ def honest(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of this user that Weft counts in."""
     code = "import sys, weft; weft._core.tally(); print('ready', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [*PYTHON, "-c", code],
+        [sys.executable, "-c", code],
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs import PYTHON
 from torch import nn
 from weft_group import join
 
@@ -316,7 +317,7 @@ def test_messages_of_several_peers_do_not_wait_for_each_other() -> None:
 def test_a_sample_of_torchs_own_tests() -> None:
     """tools/torch-tests runs all of them."""
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, torch_own_tests; sys.exit(torch_own_tests.main())", "--sample"],
+        [*PYTHON, "-c", "import sys, torch_own_tests; sys.exit(torch_own_tests.main())", "--sample"],
         cwd=Path(__file__).parent,
         env={**os.environ, "WORLD_SIZE": "3", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from programs import ROOT, WEFT, environment, run_program
+from programs import PYTHON, ROOT, WEFT, environment, run_program
 
 from weft.bench.report import check_document
 from weft.transfer import nics
@@ -141,7 +140,7 @@ def test_examples_verify_what_they_move(
     example: str, sizes: list[str], provider: str, tmp_path: Path
 ) -> None:
     skip_unless_usable(provider)
-    command = [sys.executable, str(ROOT / "examples" / example), "--provider", provider, *sizes]
+    command = [*PYTHON, str(ROOT / "examples" / example), "--provider", provider, *sizes]
     ran = run_program(command, tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "verified" in ran.stdout

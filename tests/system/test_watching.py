@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -95,7 +96,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     }
     ranks = [
         subprocess.Popen(
-            [*PYTHON, "-c", JOB],
+            [sys.executable, "-c", JOB],
             cwd=folder,
             env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the ibgda transport says of itself, and of a queue that broke.
+// The capabilities of the ibgda transport, and the Status of a broken queue.
 // Threads: any.
 #pragma once
 
@@ -13,8 +13,8 @@ namespace weft::ibgda {
 
 Caps ibgda_caps(Device device);
 std::string ibgda_refuses(const RankFacts& self, const RankFacts& peer, const char* transport);
-// Of a fault that a channel or the host raised on a queue: who, to whom, what was expected and seen, and the
-// syndrome's name. kInvalid for places outside the window; kSystem for what only a wrong key or place can bring about;
+// The Status of a fault that a channel or the host raised on a queue: rank, peer, expected, seen, and the syndrome's
+// name. kInvalid for places outside the window; kSystem for a refusal that only a wrong key or place can cause;
 // kPeerLost otherwise.
 Status status_of(const FaultBox& fault);
 

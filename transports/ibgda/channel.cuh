@@ -5,9 +5,9 @@
 // 3 write the entries   4 wait until those before are published   5 doorbell record, doorbell, once for all entries.
 // Order: entries of one queue are carried out in order, so a signal behind its put is seen after it. With several queues
 // to a peer, blocks of a kernel put through different ones; a signal then waits until the others are done.
-// Waits: steps 2 and 4, flush(), and signals of several queues; bounded by the mesh. What cannot be posted or is refused
-// breaks the queue: its fault box says why, later calls on it are dropped. Queues to other peers go on.
-// All state is in memory, counted from when the queue was made: captured graphs replay.
+// Waits: steps 2 and 4, flush(), and signals of several queues; bounded by the mesh. An entry that cannot be posted, or
+// that the NIC refuses, breaks the queue: its fault box says why, later calls on it are dropped. Queues to other peers
+// go on. All state is in memory, counted from when the queue was made: captured graphs replay.
 #pragma once
 
 #include "kernels/core/channel.cuh"
@@ -49,7 +49,7 @@ class IbgdaChannel {
   template <class Group>
   WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
                        uint64_t value) {
-    group.sync();  // nobody reads any more what was at the destination
+    group.sync();  // no thread reads the old contents of the destination any more
     if (group.rank() == 0) get_range(dst, src, bytes, word, value);
     group.sync();
   }
@@ -104,7 +104,7 @@ static_assert(sizeof(IbgdaMesh) == 88);
 
 namespace ibgda {
 
-// Who posts to whom, and for how long it waits.
+// The posting rank, its peer, and the bound of its waits.
 struct Ends {
   uint64_t timeout_ns;
   uint32_t self, peer;
@@ -154,8 +154,8 @@ WEFT_DEVICE uint64_t look(const Queue& queue, Ends ends, uint64_t want) {
   return end;
 }
 
-// Waits until `want` entries are done. False: they will not be. Who needs room first looks a quarter of the queue further:
-// completions may lie across PCIe, and one look that finds them is enough for many calls.
+// Waits until `want` entries are done. False: they will not be. A thread that needs room first polls a quarter of the
+// queue further: completions may lie across PCIe, and one successful poll is then enough for many calls.
 WEFT_APART bool await_completed(const Queue& queue, Ends ends, uint64_t want, Site site) {
   if (site == Site::kQueueRoom && look(queue, ends, want + (queue.block_mask + 1) / 4) >= want)
     return load_relaxed(&queue.state->is_broken) == 0;
@@ -215,7 +215,7 @@ WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry&
 }
 
 // Tells the NIC of entries that are written, in their order: the record never goes back. A doorbell may come after the next
-// one's, which NICs bear, as they read the record too. Apart, as kernels that hold much would spill.
+// one's, which NICs tolerate, as they read the record too. Not inlined, as kernels with many registers would spill.
 WEFT_APART bool publish(const Queue& queue, Ends ends, const Turn& turn, uint32_t count) {
   QueueState& state = *queue.state;
   if (!turn.is_next && !await_turn(queue, ends, turn.first)) return false;
@@ -279,8 +279,8 @@ WEFT_DEVICE ibgda::Entry IbgdaChannel::range_entry(Way way, ibgda::Heading at, c
              : ibgda::read_entry(at, {mesh_->base + dst, mesh_->key}, {part.base + src, part.key}, bytes);
 }
 
-// Bytes of any number, then a signal or none: as few batches as the queue's size allows, one doorbell each. What is needed of
-// the queue and of the peer is asked for before blocks are reserved, so that all of it comes in one trip to memory.
+// Any number of bytes, then a signal or none: as few batches as the queue's size allows, one doorbell each. Fields of
+// the queue and of the peer are loaded before blocks are reserved, so that all come in one trip to memory.
 WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffset src, uint64_t bytes,
                                           Signal signal) {
   const uint32_t place = own_place();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the queues of an mlx5 NIC share, wherever they lie: the NIC that was opened, addresses, doorbells.
+// The shared parts of an mlx5 NIC's queues in host or GPU memory: the opened NIC, addresses, doorbells.
 // Threads: one at a time, but for Doorbell::ring().
 #pragma once
 
@@ -41,7 +41,7 @@ struct Opened {
   }
 };
 
-// With what errno says. Logged.
+// kSystem with the text of errno. Logged.
 Status failed(const char* what, const std::string& nic);
 
 struct QueueAddress {
@@ -56,7 +56,7 @@ static_assert(sizeof(QueueAddress) == 40);
 
 std::string address_of(const Opened& nic, uint32_t number, uint32_t psn);
 Result<QueueAddress> read_address(std::string_view bytes);
-// What both ends agree to, and the way there.
+// The settings that both ends agree on, and the path between them.
 struct Route {
   ib::AhAttr way;
   uint8_t mtu;

@@ -39,15 +39,15 @@ class QueuePair {
   virtual std::string address() const = 0;
   // Joins it to the other end, which does the same. Errors: kInvalid for bytes that are no address, kSystem.
   virtual Status connect(std::string_view address) = 0;
-  // As it was when it was made: nothing is under way, the ring's indices begin at 0 again, completions are as fresh.
-  // Whoever posts to it must have stopped, and begins at 0 too.
+  // Puts the pair into its first state: nothing is under way, the ring's indices begin at 0, completions are fresh.
+  // Posters must have stopped, and begin at 0 too.
   virtual Status reset() = 0;
   // Whether memory().doorbell is a word of the host's memory that a thread of the host has to pass on by ring().
   virtual bool is_rung_by_host() const { return false; }
   virtual void ring(uint64_t /*doorbell*/) {}
 
-  // What the host sees and writes of memory(), which is its own unless a queue says otherwise.
-  // Whether that takes many microseconds: nobody should look all the time.
+  // The host's access to memory(), which is host memory unless the queue overrides these. Whether an access
+  // takes many microseconds: then do not poll.
   virtual bool is_far() const { return false; }
   // The record's next free index, of 16 bits.
   virtual uint32_t posted() const { return big_endian(load_acquire(memory().record + kRecordOfSends)); }

@@ -37,7 +37,7 @@ class PinnedPages {
   std::map<uint64_t, int> uses_;  // by page
 };
 
-// For people: who will ring a NIC's doorbells, by what the GPU's driver says of itself.
+// A sentence for people: who will ring a NIC's doorbells, the GPU or a host thread, by the driver's attributes.
 std::string doorbell_expectation();
 
 }  // namespace weft::ibgda

@@ -19,7 +19,7 @@
 
 namespace weft::ibgda {
 
-// What another driver maps: a file (DMA-BUF), and where the room begins in it.
+// Memory for another driver to map: a file (DMA-BUF), and the room's offset in it.
 struct RoomFile {
   FileDescriptor file;
   uint64_t offset = 0;
@@ -54,8 +54,8 @@ class QueueRooms {
 // Of a GPU.
 Result<std::unique_ptr<QueueRooms>> cuda_rooms(Device device);
 
-// For `weft info`, without a NIC that is asked: why neither queues nor windows can lie in a GPU's memory; empty: the kernel
-// decides. And why windows cannot, even so.
+// For `weft info`, which opens no NIC: why neither queues nor windows can lie in a GPU's memory; empty: the kernel
+// decides. And why windows cannot, even if queues can.
 std::string no_device_memory(Device device);
 std::string no_device_windows(Device device);
 

@@ -53,7 +53,7 @@ class Queues {
   uint32_t batch() const;  // entries of one call at a time: half of the least queue
   // Until the NIC is done with all that was posted, or `until`. False: it is not.
   bool drain(Deadline until) const;
-  // Tells every peer that nothing follows and waits until they say so too, but for those that forgo() names.
+  // Sends every peer a farewell and waits for the farewells of all peers except those that forgo() names.
   void leave(Deadline until);
   void forgo(int peer);  // Threads: any
 

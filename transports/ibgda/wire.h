@@ -116,7 +116,7 @@ WEFT_DEVICE constexpr uint64_t doorbell_word(uint64_t next, uint32_t queue) {
 }
 inline constexpr uint32_t kRecordOfSends = 1;  // of the two words
 
-// What a NIC says of a signalled entry; the last word is written last.
+// A completion, as the NIC writes it for a signalled entry; the last word is written last.
 struct Completion {
   uint8_t unused[54];
   uint8_t vendor;             // of an error: the vendor's number
@@ -137,7 +137,7 @@ WEFT_DEVICE constexpr uint32_t opcode_of(uint32_t last) {
   return last >> 28;
 }
 
-// What a NIC refuses, as its completions name it.
+// Syndromes: the reasons for refusals in a NIC's completions.
 enum class Syndrome : uint8_t {
   kLocalLength = 0x01,
   kLocalQueue = 0x02,
@@ -154,8 +154,8 @@ enum class Syndrome : uint8_t {
   kAborted = 0x22,
 };
 
-// What device code knows of how far a queue is. In its own memory; counts of entries since the queue was made, which
-// do not wrap.
+// Device code's state of a queue, in the device's own memory: counts of entries since the queue was made, which do
+// not wrap.
 struct alignas(64) QueueState {
   uint64_t reserved;   // entries that somebody has taken to write
   uint64_t published;  // ... and that the NIC was told of, in order

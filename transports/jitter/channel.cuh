@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The channel of another transport, before some of whose calls the calling thread waits a random time. What is
-// promised stays: calls of one thread keep their order, so signals come after the puts before them. What is
-// merely usual goes: that a signal follows its put at once, that ranks are in step, that two threads' calls
+// promised stays: calls of one thread keep their order, so signals come after earlier puts. Merely usual
+// behaviour is lost: that a signal follows its put at once, that ranks are in step, that two threads' calls
 // come in the order in which they were begun.
 #pragma once
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The channel to a peer through NCCL's GIN (gin.cuh). Bytes are GIN's puts. A value or an add is a record in the peer's
-// inbox, counted by a strong signal (wire.h): who sees the count sees the record, and everything put before it.
+// inbox, counted by a strong signal (wire.h): a rank that sees the count sees the record, and everything put before it.
 // Steps of a signal: 1 take a number   2 wait for its turn, and until the peer has room   3 put the record, signal
-// Receiving: no host thread can write words between kernels' own. So whoever waits takes in what has come: pause() of
-// kernels with this mesh calls help_while_waiting(). A word changes only while a thread of its rank waits for something.
-// Waits: step 2, room in NCCL's queue, flush(), get(); bounded by the mesh. What is in vain breaks the way to that peer: the fault box
-// says why, later calls on it are dropped.
+// Receiving: no host thread can write words that kernels write too. So waiting threads apply the records that have
+// arrived: pause() of kernels with this mesh calls help_while_waiting(). A word changes only while a thread of its rank
+// waits for something.
+// Waits: step 2, room in NCCL's queue, flush(), get(); bounded by the mesh. A wait in vain breaks the way to that peer:
+// the fault box says why, later calls on it are dropped.
 // All state is in memory, counted from when the communicator was made: captured graphs replay.
 #pragma once
 
@@ -44,7 +45,7 @@ class NcclChannel {
   template <class Group>
   WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
                        uint64_t value) {
-    group.sync();  // nobody reads any more what was at the destination
+    group.sync();  // no thread reads the old contents of the destination any more
     if (group.rank() == 0) get_range(dst, src, bytes, word, value);
     group.sync();
   }
@@ -101,7 +102,7 @@ WEFT_DEVICE uint32_t taken_by(const NcclMesh& mesh, uint32_t rank) {
   return mesh.count + rank;
 }
 
-// Of a window that is gone nobody waits for a word.
+// No thread waits for a word of a window that is gone.
 WEFT_DEVICE void write_word(const NcclMesh& mesh, uint64_t value, uint64_t head) {
   const KnownWindow& window = mesh.windows[slot_of(head)];
   const uint64_t bytes = load_relaxed(&window.bytes), word = word_of(head);
@@ -142,7 +143,7 @@ WEFT_DEVICE bool tell_taken(const NcclMesh& mesh, uint32_t peer, uint64_t count)
   return true;
 }
 
-// Takes in the records of one peer, if any came and nobody else does so. True: some did.
+// Applies the records of one peer, if any came and no other thread does so. True: it applied some.
 WEFT_DEVICE bool take_records(const NcclMesh& mesh, uint32_t peer) {
   Incoming& in = mesh.incoming[peer];
   const uint32_t context = context_to(mesh, peer);
@@ -242,7 +243,7 @@ WEFT_APART bool await_turn(const NcclMesh& mesh, uint32_t peer, uint64_t number)
   });
 }
 
-// One record: apart, as kernels that hold much would spill.
+// One record. Not inlined, as kernels with many registers would spill.
 WEFT_APART void send_record(const NcclMesh& mesh, uint32_t peer, uint64_t value, uint64_t head) {
   Outgoing& out = mesh.outgoing[peer];
   if (load_relaxed(&out.is_broken) != 0) return;
@@ -258,7 +259,7 @@ WEFT_APART void send_record(const NcclMesh& mesh, uint32_t peer, uint64_t value,
 }
 
 #if defined(WEFT_HELP_WHILE_WAITING)
-// What the kernel's threads help.
+// The mesh that the kernel's waiting threads help.
 WEFT_DEVICE const NcclMesh*& helped_mesh() {
   __shared__ const NcclMesh* mesh;
   return mesh;

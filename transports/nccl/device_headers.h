@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NCCL's device headers as NVRTC takes them: the texts of a release, changed as a compiler at run time needs them. What is
-// changed, and why, is a table in README.md. The changes go by what a line is, not by a release: one that NCCL has not made
-// yet works if it compiles and the sizes that weft_nccl.h asserts hold.
+// NCCL's device headers for NVRTC: the texts of a release, changed as a compiler at run time needs them. A table in
+// README.md lists the changes and their reasons. Changes match lines, not releases: a future release works if it
+// compiles and the sizes that weft_nccl.h asserts hold.
 //   WEFT_TRY_ASSIGN(const std::string folder, find_headers("/.../nvidia/nccl/lib/libnccl.so.2", 23007));
 //   WEFT_TRY_ASSIGN(auto sources, device_sources(folder, GinType::kProxy, 0));   // for MeshPart::sources
 // Threads: any.
@@ -27,8 +27,9 @@ const char* to_string(GinType type);
 // it is of another release.
 Result<std::string> find_headers(const std::string& library_path, int version);
 
-// What kernels are compiled with for one back end: all headers by name, among them weft_nccl.h, which includes those of GIN,
-// and the compiler's options. `dev_comm_bytes`: what the library says that ncclDevComm takes, asserted; 0 asserts nothing.
+// The sources and options that kernels are compiled with for one back end: all headers by name, among them weft_nccl.h,
+// which includes those of GIN. `dev_comm_bytes`: what the library says that ncclDevComm takes, asserted; 0 asserts
+// nothing.
 // Errors: kUnsupported where the folder has no device headers, kSystem where one cannot be read.
 Result<std::shared_ptr<const DeviceSources>> device_sources(const std::string& folder, GinType type,
                                                             uint64_t dev_comm_bytes);

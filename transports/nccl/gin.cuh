@@ -48,7 +48,7 @@ WEFT_APART void put(const DevComm& comm, uint32_t context, uint32_t peer, void* 
           ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
 }
 
-// A value of its own: nothing to publish but what calls before this one have.
+// A word with nothing to publish besides the bytes of earlier calls.
 WEFT_APART void put_value(const DevComm& comm, uint32_t context, uint32_t peer, void* window, uint64_t dst,
                           uint64_t value, int64_t strong_signal) {
   const ncclGin gin(comm, static_cast<int>(context));
@@ -85,7 +85,7 @@ WEFT_APART void get(const DevComm& comm, uint32_t context, uint32_t peer, void* 
   const auto both = static_cast<ncclWindow_t>(window);
   gin.get(ncclTeamWorld(comm), static_cast<int>(peer), both, src, both, dst, bytes);
 }
-// What gets before it have brought is visible. It waits for them; before NCCL 2.31 without a deadline.
+// Waits for earlier gets, whose bytes are then visible; before NCCL 2.31 without a deadline.
 WEFT_APART void settle_gets(const DevComm& comm, uint32_t context, uint32_t peer) {
   const ncclGin gin(comm, static_cast<int>(context));
   ncclGinRequest_t request;

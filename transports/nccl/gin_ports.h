@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The host half of ports through NCCL's GIN: what kernels are given beside NCCL's own structures (wire.h), and why they gave
-// up. NCCL's calls are the link's (connection.cc).
+// The host half of ports through NCCL's GIN: the structures that kernels get beside NCCL's own (wire.h), and the faults
+// of kernels. NCCL's calls are the link's (connection.cc).
 //   WEFT_TRY_ASSIGN(auto ports, GinPorts::create(device, rank, ranks, records, timeout_s));
 //   WEFT_TRY(ports->set_comm(filled_by_nccl, bytes));
 //   offer = *ports->offer(number);  WEFT_TRY(ports->accept(view, offers));  NcclMesh mesh = ports->mesh(view, window);
@@ -32,29 +32,29 @@ class GinPorts {
                                                   double timeout_s);
   ~GinPorts();
 
-  // What the device communicator must have for these ports, and the bytes of an inbox.
+  // The requirements on the device communicator for these ports, and the bytes of an inbox.
   Requirements requirements(const Properties& properties) const;
   uint64_t inbox_bytes() const { return uint64_t{ranks_} * records_ * sizeof(nccl_gin::Record); }
 
-  // What NCCL has filled in as the device communicator, and the inbox: its window and this rank's part. From now on what
-  // comes is taken in; on CPUs a thread does it.
+  // The device communicator that NCCL has filled in, and the inbox: its window and this rank's part. From now on
+  // arriving records are applied; on CPUs by a thread.
   Status start(const void* dev_comm, uint64_t bytes, void* inbox_window, std::byte* inbox);
 
-  // Nothing is taken in any more: NCCL's structures are about to go.
+  // Stops applying records: NCCL's structures are about to go.
   void stop();
 
   // A window is named by a slot here and a number of its use. Errors: kCapacity where no slot is free.
   Result<std::string> offer(int window);
   Status accept(const WindowView& view, const std::vector<std::string>& offers);
-  // What comes for it is dropped from now on. Waits for kernels that may have looked it up.
+  // Records for it are dropped from now on. Waits for kernels that may have looked it up.
   void forget(int window);
   NcclMesh mesh(const WindowView& view, void* window) const;
 
-  // On CPUs: takes in what has come. Threads: any.
+  // On CPUs: applies the records that have arrived. Threads: any.
   bool help();
   // Why a kernel gave up; ok where none did.
   Status status() const;
-  // The same of what a kernel asked for in error; a peer that is lost is none.
+  // The same for mistakes in a kernel's calls; a lost peer is no mistake.
   Status fault() const;
   // The peer of a fault that says it is lost; -1.
   int lost_peer() const;

@@ -5,9 +5,9 @@
 //
 // GIN adds to words and sets none behind earlier puts, and nothing but GIN may touch a word that it adds to. So a value
 // travels as data. Each rank has an inbox for every other: a ring of records. A record says which word, and to what it is
-// set or what is added. It is put there, and a strong signal counts it. Threads of the receiver that wait for something
-// take records in, in their order, and write the words (channel.cuh). What they have taken they tell the sender by another
-// signal: that is room.
+// set or what is added. It is put there, and a strong signal counts it. Waiting threads of the receiver apply records
+// in their order and write the words (channel.cuh). Another signal tells the sender how many records were applied,
+// which frees their places.
 //   head of a record: add 1 | slot of the window at the receiver 8 | its use 11 | word's offset / 8 44
 // Signals of a context, by number: [ranks] records that came from a rank, [ranks] records that a rank has taken.
 // Counters, by number: [ranks] puts and gets to a rank whose bytes have been read here.
@@ -45,12 +45,12 @@ WEFT_DEVICE constexpr uint64_t word_of(uint64_t head) {
 inline constexpr uint64_t kPutBytes = uint64_t{1} << 29;  // of one: one descriptor of NCCL's
 
 // NCCL's proxy keeps a queue of descriptors to each peer, and a call that finds it full waits without an end. So a descriptor
-// is taken here first, and posted when there is room for it. A few are left to what NCCL posts by itself.
+// is reserved here first, and posted when there is room for it. A few are left for NCCL's own posts.
 WEFT_DEVICE constexpr uint64_t usable(uint32_t room) {
   return room < 32 ? room - room / 4 : room - 8;
 }
 
-// What this rank sends to a peer. In memory of the device; counts since the communicator was made.
+// The sending state of one peer, in memory of the device: counts since the communicator was made.
 struct alignas(64) Outgoing {
   uint64_t reserved;  // records that somebody has taken to write
   uint64_t posted;    // ... and that are on their way, in order
@@ -62,7 +62,7 @@ struct alignas(64) Outgoing {
 };
 static_assert(sizeof(Outgoing) == 64);
 
-// What comes from a peer.
+// The receiving state of one peer.
 struct alignas(64) Incoming {
   uint64_t taken;    // records
   uint64_t told;     // ... and that the peer knows of

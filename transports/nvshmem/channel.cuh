@@ -7,8 +7,8 @@
 //   get               nvshmem_getmem, which returns with the bytes, then a store of the word
 //   flush             nvshmem_quiet, of everything that this rank has put to anyone
 // Words: the peer's kernels poll them as any others; NVSHMEM's contract lets signal calls alone change them from afar.
-// Waits: none where NVSHMEM maps the peer. Else inside of NVSHMEM, without a deadline, in all of these calls: they are counted,
-// and the host says who waits for whom (ports.h).
+// Waits: none where NVSHMEM maps the peer. Else inside of NVSHMEM, without a deadline, in all of these calls: they are
+// counted, and the host reports the rank and the peer of a stuck call (ports.h).
 // No state: captured graphs replay.
 #pragma once
 
@@ -151,7 +151,7 @@ WEFT_DEVICE void NvshmemChannel::flush() {
 template <class Group>
 WEFT_DEVICE void NvshmemChannel::get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes,
                                      WindowOffset word, uint64_t value) {
-  group.sync();  // nobody reads any more what was at the destination
+  group.sync();  // no thread reads the old contents of the destination any more
   move(Way::kGet, group, dst, src, bytes);
   group.sync();
   if (group.rank() == 0 && is_word(word))

@@ -26,8 +26,8 @@ struct DeviceLibrary {
 // naming the folders where there is none, both versions where it is of another release, or the least one.
 Result<DeviceLibrary> find_device_library(const std::string& library_path, const std::string& version);
 
-// What kernels are compiled and linked with. One object for each archive. Errors: kUnsupported where there is no linker;
-// kSystem where the archive cannot be read.
+// The sources and the archive that kernels are compiled and linked with. One object for each archive. Errors:
+// kUnsupported where there is no linker; kSystem where the archive cannot be read.
 Result<std::shared_ptr<const DeviceSources>> device_sources(const DeviceLibrary& library);
 
 }  // namespace weft::nvshmem_link

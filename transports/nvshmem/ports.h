@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The host half of ports through NVSHMEM: what kernels are given, and who waits for whom inside of NVSHMEM.
+// The host half of ports through NVSHMEM: the kernels' mesh, and the watch on calls that wait inside of NVSHMEM.
 //   WEFT_TRY_ASSIGN(auto ports, ShmemPorts::create(device, rank, ranks, timeout_s, calls));
 //   ports->set_far(peer);  NvshmemMesh mesh = ports->mesh(view);  WEFT_TRY(ports->status());
-// NVSHMEM's calls to a peer that it does not map (a far one) wait without a deadline, and no kernel can be made to return from
-// one. So a thread looks at how many of them have begun and ended. Of a peer to which none ended for the whole timeout while
-// one was under way, it says that the peer is lost. The kernel stays until NVSHMEM lets go of it.
+// NVSHMEM's calls to a peer that it does not map (a far peer) wait without a deadline, and a kernel cannot be made to
+// return from one. So a thread reads how many of them have begun and ended. If none to a peer ended for the whole
+// timeout while one was under way, it reports that peer as lost. The kernel stays until NVSHMEM returns.
 // Threads: one at a time, but for status() and fault().
 #pragma once
 
@@ -36,7 +36,7 @@ class ShmemPorts {
 
   // Why a kernel gave up, or is held; ok where none is.
   Status status() const;
-  // The same of what a kernel asked for in error.
+  // The same for mistakes in a kernel's calls.
   Status fault() const;
 
  private:

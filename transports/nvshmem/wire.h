@@ -9,7 +9,8 @@
 namespace weft::shmem {
 
 // NVSHMEM's calls know no deadline. To a peer whose memory it maps they wait for nothing. To others they wait for room in a
-// queue, and for completions: who makes such a call counts it before and after, and a thread of the link looks (ports.h).
+// queue, and for completions: the calling thread counts such a call before and after it, and a thread of the link reads
+// the counts (ports.h).
 struct alignas(16) Watch {  // of one peer, in memory that the host sees
   uint64_t began;
   uint64_t ended;

@@ -359,7 +359,8 @@ bool PeerQueue::take_finished() {
   return any;
 }
 
-// A number's counts are looked at again, and forgotten, halfway to its next use: what comes twice comes soon.
+// Duplicates of a confirmation arrive soon after it. So halfway to a number's next use its count so far, with
+// duplicates, becomes the base from which the next use counts.
 bool PeerQueue::take_credits() {
   bool any = false;
   while (credits_[grants_ % kCredits]->value() > credit_base_[grants_ % kCredits]) {

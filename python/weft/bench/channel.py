@@ -9,7 +9,7 @@ is known to be there; ``put_flush`` is a put whose source is free again. ``floor
 engine, proxy or kernel (``fi_writemsg``), in the same two processes, taking turns: a write with an immediate for half a
 round trip, writes with 64 under way for the rest. ``fifo`` is the queue between kernels and proxies by itself, with so
 many threads that push and nothing behind it; ``fifo_push_to_pop`` one command at a time, until it is taken; its
-``round_trip_us`` until the kernel has seen the answer. What arrives is compared (``checked``). ``--device cuda`` has
+``round_trip_us`` until the kernel has seen the answer. Arrived bytes are compared (``checked``). ``--device cuda`` has
 kernels of GPUs make the calls; two ranks that share one GPU take turns on it, and time little else.
 """
 

@@ -46,14 +46,14 @@ _LEAST_TURNS = 10  # of a batch: the event behind it costs the host a part of a 
 
 @dataclass(frozen=True)
 class Times:
-    """What a call costs, in microseconds. ``enqueue_us`` is None where host and kernel cannot be told apart."""
+    """The cost of a call, in microseconds. ``enqueue_us`` is None where host and kernel cannot be told apart."""
 
     enqueue_us: float | None
     eager_us: float
 
 
 class _Pass(enum.Enum):
-    """What is noted while the calls are made once more."""
+    """The notes of one more pass over the calls."""
 
     ENDS = enum.auto()  # of each call, by an event
     HOST = enum.auto()  # when each call returns

@@ -7,10 +7,10 @@
     floor.best_us(egress_bytes=3 << 20)                       # the best way and number of SMs
     floor.best_alone_us(3 << 20, empty_caches)                # the same of single launches, each after such a call
 
-Every rank sends so many bytes to each of its successors and waits for what its predecessors send: kernels of their own
+Every rank sends the bytes to each of its successors and waits for those of its predecessors, in kernels of their own
 (kernels/core/exchange_floor.cuh) that do nothing else. Ways: ``stores``, 16 bytes by each thread, and a flag; ``bulk``,
-copies through shared memory, and a flag; ``lines``, lines of 128 bytes that say themselves that they have come. A copy
-(``waits`` False) has no flags and ends when its own stores have arrived.
+copies through shared memory, and a flag; ``lines``, lines of 128 bytes with a tag instead of a flag. A copy (``waits``
+False) has no flags and ends when its own stores have arrived.
 ``kernel_us``: in one launch, from the first block's start to the last one's end, by the device's own clock. ``us``: a
 launch of ten, around which events are taken, in a graph on GPUs.
 """

@@ -10,10 +10,10 @@ The client measures and the server only makes progress. Each row is one size of 
 order on both sides; ``pool`` says out of how many times as many; its baseline ``one_write`` is one write of
 the same bytes), ``write_rate`` (8 B to 4 KiB, a window of 64) and ``write_imm_latency`` (half a round trip of a write
 with an immediate). ``us`` is per operation. The baseline ``raw`` is plain ``fi_writemsg`` / ``fi_readmsg`` on
-one endpoint in the same two processes; the two alternate, so that a busy machine disturbs both. What one
-operation of each call moved is compared byte for byte afterwards (``checked``). NIXL and Mooncake, where both sides
-have them installed, do ``write``, ``read`` and ``paged_write`` at the end of the same run (their threads would disturb
-the others): baselines ``nixl`` and ``mooncake``.
+one endpoint in the same two processes; the two alternate, so that a busy machine disturbs both. The bytes of one
+operation of each call are compared afterwards (``checked``). NIXL and Mooncake, where both sides have them installed,
+do ``write``, ``read`` and ``paged_write`` at the end of the same run (their threads would disturb the others):
+baselines ``nixl`` and ``mooncake``.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def run_local(args: argparse.Namespace) -> int:
         args.cpus = pin(0)
     try:
         return run_client(Line(ours), args)
-    except BaseException:  # a signal, too: nobody waits for a server without a client
+    except BaseException:  # a signal, too: the server must not outlive its client
         server.kill()
         raise
     finally:

@@ -28,7 +28,7 @@ def own_address() -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port of ``host`` that nobody listens on now. Raises: weft.Error for an address of another machine."""
+    """Return a port of ``host`` that is free now. Raises: weft.Error for an address of another machine."""
     try:
         with socket.create_server((host, 0)) as probe:
             return int(probe.getsockname()[1])
@@ -56,7 +56,7 @@ def serving(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def dialled(address: str | None) -> Iterator[socket.socket]:
-    """Yield the connection to a server. Raises: weft.Error for what is no address or not its secret, PeerLost."""
+    """Yield the connection to a server. Raises: weft.Error for a wrong address or secret, PeerLost."""
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise invalid("address", address or "nothing", "HOST:PORT that the server printed")

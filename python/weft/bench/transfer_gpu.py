@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     report = Report("weft bench transfer-gpu", columns, wide=args.wide, names_rows=columns[:1])
     for row in rows:
         report.add(row)
-    report.note(f"write: {WINDOW} under way, us of one; driver: as many copies back to back in one process")
+    report.note(
+        f"write: one of {WINDOW} writes in flight, us; driver: one of {WINDOW} copies in a row, in one process"
+    )
     report.finish(args.json, args.plot)
     return 0
 
@@ -217,7 +219,7 @@ def _driver_us(side: Side, src: str, dst: str, call: str, nbytes: int) -> float:
 
 
 def _check(side: Side, src: str, dst: str, call: str, nbytes: int) -> None:
-    """Compare what arrived on rank 1 with what rank 0 has."""
+    """Compare the bytes that arrived on rank 1 with those of rank 0."""
     import torch
 
     digest = None

@@ -74,7 +74,7 @@ def plan_loads(calls: Sequence[str] | None, quick: bool, rails: int) -> list[Loa
 
 
 def pairs_of(load: Load) -> list[tuple[int, int]]:
-    """Return the offsets, here and there, of what one request of another engine moves."""
+    """Return the local and remote offsets that one request of another engine moves."""
     if load.call == "paged_write":
         chance = random.Random(1)
         here, there = (chance.sample(range(load.count * load.pool), load.count) for _ in range(2))

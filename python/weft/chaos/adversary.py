@@ -106,7 +106,7 @@ class Fault:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of every wait in such a round: short where it must pass, far where nobody may need it."""
+        """The deadline of every wait in such a round: short where it must pass, long where no rank may reach it."""
         return STOP_S if self.kind in ("stop", "drop", "silence") else 30.0
 
     @property
@@ -149,7 +149,7 @@ def draw_fault(
 
 
 class Board:
-    """What every rank has begun, in memory that all processes of a round share."""
+    """The calls that every rank has begun, in memory that all processes of a round share."""
 
     def __init__(self, ranks: int) -> None:
         self._memory = mmap.mmap(-1, 8 * (ranks + 1))

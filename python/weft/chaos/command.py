@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Account:
-    """What was done over one transport, and how it ended."""
+    """The rounds over one transport, and how they ended."""
 
     rounds: int = 0
     calls: int = 0

@@ -38,7 +38,7 @@ _KEPT_FILE = "memfd:weft-tally"  # counters, made at the first call of a process
 
 @dataclass
 class Outcome:
-    """What became of one rank. ``ended``: done, peer_lost, refused (a weft.Error), wrong (a result), crashed."""
+    """The end of one rank. ``ended``: done, peer_lost, refused (a weft.Error), wrong (a result), crashed."""
 
     rank: int
     ended: str = "done"
@@ -79,7 +79,8 @@ def judge(fault: Fault, outcomes: Mapping[int, Outcome]) -> list[Problem]:
 
 
 def _had_not_come(outcome: Outcome) -> bool:
-    """Return whether the lost rank had not begun to meet: before it says which process it is, nobody can watch it."""
+    """Return whether the lost rank had not begun to meet: other ranks can watch it only once it has named its
+    process."""
     return "has not come" in outcome.message
 
 
@@ -90,8 +91,8 @@ def _may_refuse(fault: Fault, outcome: Outcome) -> bool:
 def _may_lose(fault: Fault, rank: int, outcomes: Mapping[int, Outcome]) -> bool:
     """Return whether this rank may have lost whom it blames.
 
-    A rank that died is to be named by all. One that only stands still is named by those that wait for it; others wait
-    for them: whoever follows the blames must come to the victim. Where a whole network suffers, anybody is right.
+    Every rank must name a rank that died. A rank that only stands still is named by those that wait for it, and these
+    by others: the chain of blames must lead to the victim. If a whole network suffers, every blame is right.
     """
     if fault.ends == "refusal":  # whoever was refused leaves, and the others miss it
         return any(other.ended == "refused" for other in outcomes.values())

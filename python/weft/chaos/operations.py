@@ -48,8 +48,8 @@ MOST_TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 512, 12, 8  # the largest case of expe
 
 @dataclass
 class Place:
-    """What one rank has of a round: its number, how it meets the others, and what it made. Made things are shared
-    by later calls, so every rank makes them in the same order.
+    """The state of one rank in a round: its number, how it meets the others, and the objects that it made. Made things
+    are shared by later calls, so every rank makes them in the same order.
 
     meet: makes a Bootstrap, or a group, of all ranks. timeout_s: bound of every wait.
     """
@@ -129,7 +129,8 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(needs: str, weight: int = 2) -> Callable[[Callable[[Place, random.Random], None]], None]:
-    """Register a function under its name. What it needs is made before, by all ranks: some of them may do nothing."""
+    """Register a function under its name. All ranks make the objects that it needs before, even ranks that then do
+    nothing."""
 
     def register(run: Callable[[Place, random.Random], None]) -> None:
         def make_and_run(place: Place, chance: random.Random) -> None:

@@ -38,7 +38,7 @@ from weft.chaos.operations import ENGINE, MAPPED, OPERATIONS, PORTS, Place, comp
 from weft.errors import Error, PeerLost
 from weft.testing.ranks import Rank, RankError, RankPool
 
-DEADLINE_S = 100.0  # of a round; whoever is not done by then hangs
+DEADLINE_S = 100.0  # of a round; a rank that is not done by then hangs
 COMPILE_S = 300.0  # more, where ranks compile without a cache, which takes a busy machine minutes
 _COMPILE = "compile_kernel"
 _HEAD_CHARS, _END_CHARS = 4000, 1000  # of a rank's standard error that are kept
@@ -144,7 +144,7 @@ def run_round(drawn: Round, folder: Path) -> Result:
 
 
 def _both_ends(words: str) -> str:
-    """Return what was written without its middle where it is long: a stack begins with what matters."""
+    """Return the text without its middle if it is long: a stack begins with its important lines."""
     if len(words) <= _HEAD_CHARS + _END_CHARS:
         return words
     left_out = len(words) - _HEAD_CHARS - _END_CHARS

@@ -3,8 +3,8 @@
 
     write_book(Path("programs.weft"), [Part("nvlink", 8), Part("cpu", 4)])
 
-Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/0007-program-book.md has
-the reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else
+Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/0007 has the reasons.
+Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else
 from the cost model; an exchange is a row without a program. A gather or scatter that no exchange serves has no row:
 its caller sends messages. Programs with a root are for root 0: the reader renumbers
 ranks.

@@ -35,8 +35,8 @@ class CallMemory:
     def joined(
         self, collective: str, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what an algorithm for in-place calls alone runs on: the larger tensor and its own part of it. What
-        was not given so is copied there; an input that such an algorithm writes to is copied, too."""
+        """Return what an algorithm for in-place calls alone runs on: the larger tensor and its own part of it. An input
+        or output that lies elsewhere is copied there; an input that such an algorithm overwrites is copied, too."""
         if collective == "alltoall":
             copy_into(out, tensor)
             return out, out

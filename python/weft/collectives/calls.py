@@ -287,13 +287,13 @@ class Collectives(CallRunner):
     def recv_any(self, tensor: torch.Tensor, tag: int = 0) -> int:
         """Fill ``tensor`` with what some rank sends, whoever is first; return that rank.
 
-        Raises: Error for a tensor without elements, which nobody is seen to send; PeerLost when nobody sends.
+        Raises: Error for a tensor without elements, whose sender cannot be seen; PeerLost when no rank sends.
         """
         if tensor.numel() == 0:
             raise invalid("tensor", "no elements", "one element or more, to be received from any rank")
         self._checks.element("tensor", tensor)
         src = self._need_executor().wait_for_sender(self._next_sender)
-        self._next_sender = (src + 1) % self.size  # nobody is passed over for ever
+        self._next_sender = (src + 1) % self.size  # so that every rank gets its turn
         self._transfer("recv", tensor, src, self.rank, src, tag)
         return src
 

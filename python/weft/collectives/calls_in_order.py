@@ -6,8 +6,8 @@
     order.beside(call)          # in a thread of the group, while the caller goes on
     order.end()                 # wait for what is under way
 
-The thread lives while it has calls, and a moment longer. Threads: one caller at a time, and what calls themselves call
-in the group's thread: that runs at once, as it belongs to the call under way.
+The thread lives while it has calls, and a moment longer. Threads: one caller at a time. A call that is made inside a
+running call, in the group's thread, runs at once, as it belongs to that call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CallsInOrder:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Wait until nothing is under way. What waits behind a call that lost a peer is not run any more."""
+        """Wait until no call is under way. Calls queued behind one that lost a peer are not run."""
         self._is_ending = True
         if not self._is_own_thread():
             self._wait()

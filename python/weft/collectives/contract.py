@@ -45,7 +45,7 @@ class Collective:
     """
 
     name: ClassVar[str] = "custom"
-    is_of_pairs: ClassVar[bool] = False  # not all ranks run it, so nobody counts it among the calls of all
+    is_of_pairs: ClassVar[bool] = False  # not all ranks run it, so it has no call number
 
     def __init__(self, num_ranks: int, chunk_factor: int = 1, inplace: bool = False, root: int = 0) -> None:
         if num_ranks < 1:

@@ -74,7 +74,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the model says about one call."""
+    """The model's estimate of one call."""
 
     total_us: float
     events: tuple[Event, ...]
@@ -112,8 +112,8 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
 # Of the exchange kernel over NVLink, by algorithm and way: microseconds of the least call, and GB/s of what a rank
 # sends beyond it; `python -m weft.bench.collective.fit` makes such figures from results. These are fitted to 4 H200 in
 # CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up to 64 MiB, the one-step all_reduce
-# around 64 KiB, where it ends; the GB/s of all_reduce's places are from a later run, h200-x4-collective.json. Stages
-# are nobody's choice: on 2 H200 all_reduce takes longer through them at every size, in one run
+# around 64 KiB, where it ends; the GB/s of all_reduce's places are from a later run, h200-x4-collective.json. The
+# selector never prefers stages: on 2 H200 all_reduce takes longer through them at every size, in one run
 # (h200-x2-collective-staged.json).
 _EXCHANGE_COSTS = {
     ("allreduce_1step", LINES): (4.3, 65.0),
@@ -138,13 +138,13 @@ _EXCHANGE_COSTS = {
 
 
 def predict_exchange_us(algorithm: Algorithm, way: int, num_bytes: int) -> float:
-    """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, going that way."""
+    """Return the predicted time of the exchange kernel over NVLink for the collective of ``algorithm``, in that way."""
     least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, way]
     return least_us + sent_bytes(algorithm.name, algorithm.num_ranks, num_bytes, way) / (sent_gbs * 1e3)
 
 
 def sent_bytes(name: str, ranks: int, num_bytes: int, way: int = PLACES) -> float:
-    """Return what the busiest rank sends, or gets, in the exchange that does algorithm ``name``.
+    """Return the bytes that the busiest rank sends, or receives, in the exchange for algorithm ``name``.
 
     ``num_bytes``: of the algorithm's buffer, which is one part of a gather or scatter.
     """

@@ -30,7 +30,7 @@ _MOST_CLOCKS = 1 << 26  # entries of all vector clocks; larger programs keep the
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """What the sender of a step's messages may do. ``remote`` is where the receiver puts them; None: nowhere."""
+    """The rights of the sender of a step's messages. ``remote`` is where the receiver puts them; None: nowhere."""
 
     may_refer: bool
     may_store: bool
@@ -152,6 +152,6 @@ class _Tracer(Interpreter):
             target = dst if op in (Op.RECV, Op.RECV_COPY_SEND) else None
             self._traced.append(_Traced(sent, event, source, target))
         if op.sends:
-            # What a step forwards lies in its destination; what it only passes on (rrs) lies nowhere.
+            # A forwarded chunk lies in the step's destination; a chunk that is only passed on (rrs) lies nowhere.
             kept = src if op is Op.SEND else dst
             self._in_flight[rank, block.send, block.channel].append((event, kept))

@@ -13,7 +13,7 @@ LINES, PLACES, STAGES = range(3)  # the ways of an exchange, as Executor.plan_ex
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What a program's own exchange kernel is asked for."""
+    """The request to a program's own exchange kernel."""
 
     number: int
     is_one_shot: bool = False

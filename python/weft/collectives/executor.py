@@ -125,7 +125,7 @@ class Executor:
         self._timeout_s = timeout_s or 0.0
         self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
-        self.plans: dict[tuple[Any, ...], Any] = {}  # of plan(), by what their owner knows calls by
+        self.plans: dict[tuple[Any, ...], Any] = {}  # of plan(), by the owner's key of a call
         self._delays: list[tuple[float, float]] = []
         self._runner = self._new_runner(FIRST_CHANNELS[self._is_cpu])
 
@@ -201,8 +201,8 @@ class Executor:
             way: LINES: values travel beside flags, with the least latency and twice the bytes. PLACES: ranks use each
                 other's buffers in place where all lie in windows, else as STAGES: through staging areas, with one more
                 local copy, wherever the buffers lie. The same on all ranks, as is ``num_sms``.
-            root: of what has one. Other ranks' input of broadcast and scatter, and output of reduce and gather, is not
-                looked at.
+            root: of calls that have one. Other ranks' input of broadcast and scatter, and output of reduce and gather,
+                is ignored.
         """
         return self._runner.plan_exchange(
             *(kind.number, call.element, call.reduction, call.part_elems),

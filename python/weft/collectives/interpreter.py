@@ -93,7 +93,8 @@ class Interpreter:
         return self._messages
 
     def hang(self) -> str:
-        """Run until nothing moves; return who waits for whom then, "" where all is done. Raises: VerificationError."""
+        """Run until nothing moves; return which blocks then wait for which, "" if all are done. Raises:
+        VerificationError."""
         while self._ready:
             running = self._blocks[self._ready.popleft()]
             while self._advance(running):
@@ -102,7 +103,7 @@ class Interpreter:
         return self._story(stuck[0]) if stuck else ""
 
     def output(self, rank: int, index: int) -> Value | None:
-        """Return what chunk ``index`` of a rank's output got; None where nobody wrote it."""
+        """Return the value of chunk ``index`` of a rank's output; None if no step wrote it."""
         slot = self._slot(rank, Buffer.output, index)
         return self._values[slot] if slot in self._written else None
 
@@ -254,7 +255,7 @@ class Interpreter:
         return self._algorithm.place(*running.identity, running.step)
 
     def _story(self, first: Running) -> str:
-        """Follow who waits for whom until it closes, and tell that circle."""
+        """Return the cycle of blocks that wait for each other."""
         seen: list[Running] = []
         at = first
         while at not in seen:

@@ -31,7 +31,7 @@ Connection = tuple[int, int, int]  # sender, receiver, channel
 
 
 class Op(Enum):
-    """What a step does, by its XML name. ``src`` and ``dst`` are local slots."""
+    """The operation of a step, by its XML name. ``src`` and ``dst`` are local slots."""
 
     SEND = "s"  # send src
     RECV = "r"  # receive into dst
@@ -115,7 +115,7 @@ class Block:
 
 @dataclasses.dataclass
 class RankProgram:
-    """What one rank runs, and the sizes of its buffers in chunks."""
+    """The program of one rank, and the sizes of its buffers in chunks."""
 
     rank: int
     input_chunks: int

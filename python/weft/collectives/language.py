@@ -192,7 +192,7 @@ class Program:
 
     @property
     def buffers(self) -> list[dict[str, list[Value | None]]]:
-        """What every slot holds now, by rank; with rotations() that of rank 0, which stands for all."""
+        """The contents of every slot now, by rank; with rotations() those of rank 0, which stands for all."""
         return self._memory.buffers
 
     def __enter__(self) -> Program:

@@ -21,13 +21,13 @@ from weft.errors import Error
 class _Message:
     tensor: torch.Tensor
     tag: int
-    claim: threading.Lock = field(default_factory=threading.Lock)  # of who takes it, or gives it up
+    claim: threading.Lock = field(default_factory=threading.Lock)  # held while it is taken or dropped
     is_over: threading.Event = field(default_factory=threading.Event)
     error: Error | None = None
 
 
 class OwnMessages:
-    """What one rank sends itself. Threads: one that sends and one that receives at a time."""
+    """The messages of one rank to itself. Threads: one that sends and one that receives at a time."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
@@ -52,7 +52,7 @@ class OwnMessages:
             raise message.error
 
     def recv(self, target: torch.Tensor, tag: int) -> None:
-        """Fill a tensor with what was sent next. Raises: Error as send() does."""
+        """Fill a tensor with the next message. Raises: Error as send() does."""
         try:
             message = self._sent.get(timeout=self._timeout_s)
             while not message.claim.acquire(blocking=False):

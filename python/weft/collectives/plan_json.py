@@ -5,15 +5,15 @@
     algorithm = from_plan(text, "allreduce.json", reschedule=True)
     text = to_plan(algorithm)
 
-A plan moves data with puts and gets and orders them with signals, waits, barriers, semaphores and packets. It is
-played: every block runs until it must wait. The play follows who knows what of whom (vector clocks) and what every slot
-holds, so a wait that nobody ends, two accesses that no synchronisation of the plan orders, a packet that is written
-twice and a wrong result are refused, under every timing of the plan. Relaxed signals order execution, not data. What
-threads of one block do is taken to be in order.
+A plan moves data with puts and gets and orders them with signals, waits, barriers, semaphores and packets. An
+interpreter plays it: every block runs until it must wait. The play keeps vector clocks and the contents of every slot.
+So it refuses, for every timing of the plan, a wait that never ends, two accesses that the plan's synchronisation does
+not order, a packet that is written twice, and a wrong result. Relaxed signals order execution, not data. Threads of one
+block are taken to be in order.
 
-What then runs are the plan's own operations, in its blocks and their order: a put is a message of the block's own
-connection, and a step waits for the steps of its rank that touched its slots before. ``reschedule`` takes the data
-operations alone and lets our compiler make blocks, channels and order anew.
+The compiled program has the plan's own operations, blocks and order: a put is a message of the block's own connection,
+and a step waits for earlier steps of its rank that touched its slots. ``reschedule`` takes the data operations alone
+and lets our compiler make blocks, channels and order anew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Access:
 
 @dataclasses.dataclass
 class _Slot:
-    """Who wrote a slot last, and who read it since. ``packets``: times that packets were written there."""
+    """The last writer of a slot, and its readers since. ``packets``: times that packets were written there."""
 
     write: _Access | None = None
     reads: list[_Access] = dataclasses.field(default_factory=list)
@@ -292,8 +292,8 @@ class _Play:
     def _places(self, i: int, source: int, target: int) -> tuple[int, int, int]:
         """Return (sendtb, recvtb, channel) of what block i moves: its own connection, while there are some.
 
-        A block of ours sends to one peer, so what a plan's block puts to others goes from further blocks. Whatever the
-        blocks, all take their steps in the order of the play, which is one that ends.
+        A block of ours sends to one peer, so puts of a plan's block to other peers go from further blocks. All blocks
+        take their steps in the order of the play. The play ended, so this order cannot deadlock.
         """
         own = self._hint((source, "own", i))
         if source == target:

@@ -102,9 +102,10 @@ def program_rows(
 
 
 def _fuse_sums(algorithm: Algorithm, block: Block, rows: list[list[int]], needed: set[int]) -> None:
-    """Let local sums into the same chunks that follow each other be one pass, which waits for what all of them need.
+    """Merge consecutive local sums into the same chunks into one pass, which waits for the dependencies of all of them.
 
-    Nobody waits for one of them but the last, so what they wait for cannot depend on them; and no source is changed.
+    Other steps wait only for the last of them, so these dependencies cannot depend on the sums; and no source is
+    changed.
     """
     at = 0
     while at < len(rows):

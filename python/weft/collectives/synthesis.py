@@ -4,8 +4,8 @@
     weft synthesise --topology two_boxes.json --collective all_gather --ranks 8 --bytes 1M -o ag.xml
 
 The topology: {"name": "two_boxes", "ranks": 4, "links": [{"src": 0, "dst": 1, "gbs": 25, "us": 1.5, "both": true}]}.
-Links that are not listed do not exist. What comes out is an ordinary program, verified, beside the library's times in
-the same model; --bytes says for which size of the whole buffer: few bytes give few steps, many give full links.
+Links that are not listed do not exist. The result is an ordinary program, verified, beside the library's times in the
+same model. --bytes is the size of the whole buffer: few bytes give few steps, many give full links.
 
 The search is greedy on a network expanded in time, as TACOS does it (Won et al., MICRO 2024; the sketches of TACCL,
 Shah et al., NSDI 2023, and the flows of TE-CCL, Liu et al., SIGCOMM 2024, solve the same problem exactly for fewer
@@ -166,7 +166,7 @@ def _gather(
     busy = {pair: chunk_bytes * link.us_per_byte for pair, link in network.links.items()}
     free: dict[tuple[int, int], float] = defaultdict(float)
     found: list[Transfer] = []
-    # What can be sent next, by its score when it was last looked at; scores only grow, as links fill up.
+    # The possible next transfers, by the score of their last evaluation; scores only grow, as links fill up.
     heap: list[tuple[float, float, tuple[int, int], tuple[int, int]]] = []
     out: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for pair in sorted(network.links):

@@ -88,7 +88,7 @@ class _Half(_Backend):  # type: ignore[misc]
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
-    # What torch asks of a backend before it uses one of these. Sends and receives are not batched.
+    # Abilities that torch asks a backend for. Sends and receives are not batched.
     supports_coalescing = False
     supports_splitting = True
     supports_shrinking = False

@@ -47,7 +47,7 @@ class Asked:
 
 
 def asked_of(options: Any, tensor: torch.Tensor) -> Asked:
-    """Return what a call's options ask for, of such a tensor. Raises: Error for what Weft has not."""
+    """Return the reduction that a call's options ask for, of such a tensor. Raises: Error for one that Weft lacks."""
     given = getattr(options, "reduceOp", dist.ReduceOp.SUM)
     name = next((name for known, name in _OPS.items() if given == known), None)
     if name is None:

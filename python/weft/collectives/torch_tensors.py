@@ -21,7 +21,8 @@ CollectivesOf = Callable[[torch.Tensor], Collectives]  # those of a tensor's dev
 
 
 def real_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory in a type that collectives have. Raises: Error for what has no memory here."""
+    """Return a view of the same memory in a type that collectives have. Raises: Error for a tensor without memory
+    here."""
     if not isinstance(tensor, torch.Tensor):
         raise invalid("tensor", type(tensor).__name__, "a torch.Tensor")
     if tensor.device.type not in ("cpu", "cuda"):

@@ -21,7 +21,7 @@ profilers: Any = torch.autograd  # exports what it offers backends without a wor
 
 
 class Event:
-    """What a profiler sees of one call. It ends in another thread, so that profilers count it as asynchronous."""
+    """The profiler's event of one call. It ends in another thread, so that profilers count it as asynchronous."""
 
     def __init__(self, name: str, given: Any) -> None:
         tensors = _tensors(given)
@@ -151,8 +151,8 @@ LEFT = 8
 class Pending(torch._C._distributed_c10d.Work):
     """A call under way. torch's own work of a future forgets what went wrong when it is waited for.
 
-    ``left``: takes those that Python lets go before anybody asked for their end. C++ code may hold the other half of
-    one, as DDP's reducer does of what join() begins, and would find the methods of the base class if this half ended.
+    ``left``: keeps works that Python drops before they were waited for. C++ code may hold the other half of one, as
+    DDP's reducer does with the works of join(), and would find the methods of the base class if this half ended.
     """
 
     def __init__(self, name: str, future: Any, left: deque[Pending] | None = None) -> None:

@@ -36,7 +36,7 @@ def measured_path(table: Path) -> Path:
 
 
 def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[dict[str, Any]]) -> None:
-    """Add what was measured to what earlier runs left; a cell that was measured again is replaced."""
+    """Add new measurements to those of earlier runs; a cell that was measured again is replaced."""
     path = measured_path(table)
     cells = {(row["call"], row["bytes"]): row for row in _read(path)["cells"]} if path.is_file() else {}
     for row in found:

@@ -99,7 +99,7 @@ class Turning:
 
 
 def turning_of(contract: Collective) -> Turning | None:
-    """Return how the ranks of a contract are alike; None where they are not, or nobody said so.
+    """Return how the ranks of a contract are alike; None where they are not, or where it is not stated.
 
     AllReduce of a multiple of the ranks' chunks gives every rank as many, and moves them on with the ranks.
     """

@@ -143,8 +143,8 @@ def _exchange(name: str, protocol: str) -> Variant:
     return Variant(name, protocol, mode=EXCHANGE)
 
 
-# What is tried where nothing was measured, and what `weft tune` measures. An executor on a GPU begins with eight
-# channels, so only calls for large buffers need more.
+# The candidates where nothing was measured, and for `weft tune`. An executor on a GPU begins with eight channels, so
+# only calls for large buffers need more.
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "allreduce": (
         _exchange("allreduce_1step", "LL"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What low-latency calls of one signature have in common: it is checked and planned by the first of them, and kept.
+"""The plan of low-latency calls of one signature: the first call checks and plans, later calls reuse the plan.
 
     tensors = (x, topk_idx, topk_weights, stats, costs)
     options = (b"ll_dispatch", num_experts, ..., async_finish, return_recv_hook)
@@ -7,8 +7,8 @@
     plan = contexts.keep(signature_of(tensors, *options), DispatchPlan(context, sizes, form, ids, ...))
     recv_x, counts, handle, event, hook = plan(tensors, options, None, None)
 
-A signature holds everything but addresses that a check looks at, so a call whose signature is known has nothing left to
-be refused for but where its tensors are.
+A signature holds everything that checks depend on, except addresses. So a call whose signature is known can only be
+refused because of its tensors' addresses.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class LowLatencyRows(NamedTuple):
-    """What a low-latency dispatch brought.
+    """The result of a low-latency dispatch.
 
     Attributes:
         x: [Le, R * M, hidden], bf16 or float8_e4m3fn. Rows [0, counts[e]) of expert e are valid.
@@ -87,7 +87,7 @@ class ExpertOps(Bound):
         """Send rows back to their tokens and sum them, unweighted: [T, hidden] of x's type.
 
         Args:
-            x: bf16 or float32 [N, hidden], in the order of the dispatch's rows. What is past the real rows is ignored.
+            x: bf16 or float32 [N, hidden], in the order of the dispatch's rows. Rows past the real ones are ignored.
             handle: of the dispatch that brought the rows.
         """
         combined: Tensor = torch.ops.weft.combine(x, list(handle), self.key)
@@ -208,7 +208,7 @@ def _(
 def _keep_routes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.key = inputs[6]
     ctx.mark_non_differentiable(output[1], *output[3:])
-    ctx.save_for_backward(output[1] < 0, *output[4:])  # of its own: who gets the ids may write to them
+    ctx.save_for_backward(output[1] < 0, *output[4:])  # a copy: the caller may overwrite the ids
 
 
 def _dispatch_backward(ctx: Any, grad_x: Tensor, _idx: Any, grad_weights: Tensor, *_: Any) -> Any:

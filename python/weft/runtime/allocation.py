@@ -5,9 +5,9 @@
     make = OutputMaker(forms, device, large=..., together=(1, 2)).shortest()
     rows, routes, places = make()        # again and again; the last two share memory, but are no views
 
-torch.empty takes some 3 us of the host, more than most of what surrounds it here. The functions that torch's compiled
-code allocates with take a sixth of that; the one for CUDA knows the current device only. They take memory from torch's
-allocators. What that code makes tensors of one memory with takes a twentieth of what split() does.
+torch.empty takes some 3 us of the host, more than most of the code around it here. The functions by which torch's
+compiled code allocates take a sixth of that; the one for CUDA knows the current device only. They take memory from
+torch's allocators. That code's function for tensors of one memory takes a twentieth of the time of split().
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Communicator:
 
     @property
     def collectives(self) -> Collectives:
-        """What serves the calls below, with more options. Made at the first use, which is collective."""
+        """The object behind the calls below, with more options. Made at the first use, which is collective."""
         if self._collectives is None:
             from weft.collectives.calls import Collectives
 

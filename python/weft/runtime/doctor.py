@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``weft doctor``: what is missing on this machine, for what, and the command that helps.
+"""``weft doctor``: lists what this machine lacks, which feature needs it, and the command that installs it.
 
 Each line says what works (``ok``), what does not and what that costs (``missing``), or what is wrong and has to be
 changed (``wrong``). The command's status is 1 if anything is wrong; what is missing is a choice.
@@ -186,7 +186,8 @@ def _cache() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    """Say of each open port of this user's jobs who reaches it: loudly, where that is a network and nobody is asked."""
+    """Say of each open port of this user's jobs who can reach it; as a warning, if it is open to a network without a
+    secret."""
     for one in listeners():
         what, serves = f"port {one.where()}", f"process {one.pid} ({one.command})"
         if one.has_secret or one.is_local:
@@ -216,7 +217,7 @@ def _libfabric() -> Iterator[Finding]:
     yield Finding("missing", "libfabric 2.0 or newer", serves, why, remedy)
 
 
-# What a provider needs from the system's packages, by what its name starts with.
+# The system packages that a provider needs, by the start of the provider's name.
 LIBRARIES = {"fabric": "libfabric1", "verbs": "libibverbs1 ibverbs-providers"}
 
 
@@ -242,6 +243,7 @@ NETWORKS = {
     "fabric:tcp": "TCP",
     "fabric:shm": "shared memory of one host",
     "verbs": "InfiniBand and RoCE",
+    "cuda": "NVLink or PCIe, between GPUs of one host",
     "loopback": "the memory of one process, for tests",
 }
 

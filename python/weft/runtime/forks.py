@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child must leave to its parent.
+"""Keeps a forked child from using its parent's objects.
 
     claim("group", bootstrap)      # this process uses it; in a child that is forked later, the same line raises
 
-A child has a copy of every object, but ranks, threads and connections are its parent's. What the core makes refuses a
-child by itself (src/base/owner_process.h). What others make, such as a torch process group or a bootstrap of the
-program's own, belongs to the process that was the first to use it here. Threads: any.
+A child has a copy of every object, but ranks, threads and connections are its parent's. Objects of the core refuse a
+child by themselves (src/base/owner_process.h). Objects of others, such as a torch process group or the program's own
+bootstrap, belong to the process that was the first to use them here. Threads: any.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storages of torch tensors that peers reach by their address: nobody resizes them meanwhile.
+"""Storages of torch tensors that peers reach by their address, and that must not be resized meanwhile.
 
     held = HeldStorage(tensor, "registered with a transfer engine")
     tensor.resize_(1 << 20)          # weft.Error; so does resize_() of the storage
@@ -58,7 +58,7 @@ class HeldStorage:
 def refuse_held(storage: torch.UntypedStorage) -> None:
     """Raises: weft.Error that says what holds the storage, if anything of this process does."""
     for held in _held.get(storage._cdata, ()):
-        if held.owner.is_this:  # a forked child has a copy of the memory, which nobody reaches
+        if held.owner.is_this:  # a forked child has a copy of the memory, which no peer reaches
             raise invalid("resize_", f"a tensor whose storage is {held.why}", "after that has ended")
 
 

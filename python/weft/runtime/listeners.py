@@ -40,7 +40,7 @@ class Listener:
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody but processes of this host reach it."""
+        """Whether only processes of this host reach it."""
         return self.address.is_loopback
 
     def where(self) -> str:
@@ -70,7 +70,7 @@ def listeners() -> list[Listener]:
 
 
 _was_warned = False
-_OF_THIS_HOST = ("loopback", "fabric:shm")  # networks that nobody else reaches
+_OF_THIS_HOST = ("loopback", "fabric:shm")  # networks of this host alone
 
 
 def warn_of_open_engine(provider: str) -> None:

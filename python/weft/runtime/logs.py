@@ -53,7 +53,7 @@ def route(core: Any) -> None:
         return
     _is_routed = True
     core.log_to_queue()
-    # A thread of its own: who logs in the extension may hold locks, or be a thread that Python does not know.
+    # A thread of its own: the thread that logs in the extension may hold locks, or be unknown to Python.
     thread = threading.Thread(target=_carry, args=(core,), name="weft-log", daemon=True)
     thread.start()
     owner = core.OwnerProcess()

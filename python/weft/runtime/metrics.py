@@ -57,7 +57,7 @@ class Metrics:
         return str(client.generate_latest(registry).decode())
 
     def __str__(self) -> str:
-        """Return a table of what was called and a table of the peers, without those that had nothing to do."""
+        """Return a table of the calls and a table of the peers, without idle ones."""
         from rich.console import Console
 
         from weft.runtime.tables import WIDTH

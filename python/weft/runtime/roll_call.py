@@ -5,9 +5,9 @@
     ranks = Gathering(store, roll, rank=0, size=4)
     everyone = ranks.all_gather(b"...", timeout_s=100)
 
-A store knows keys, not processes: who waits for the key of a rank that is dead waits for ever. So each rank first says
-which process it is, and those of its host look after it while they wait. What a rank gives carries that too, so who has
-met once knows everybody. Processes are held from a quarter of a second of waiting on, and until the wait ends.
+A store knows keys, not processes: a rank that waits for the key of a dead rank would wait for ever. So each rank first
+says which process it is, and those of its host look after it while they wait. What a rank gives carries that too, so
+who has met once knows everybody. Processes are held from a quarter of a second of waiting on, and until the wait ends.
 
 A question to a store may last for ever, too. torch's FileStore loops at a record whose writer died in the middle, and
 keeps the file's lock; a TCPStore whose server is stopped does not answer. So questions are asked on a thread of their

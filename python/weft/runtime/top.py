@@ -3,7 +3,8 @@
 
 It looks at the counters that each process keeps in its own memory, from outside: a job needs no setting for it, is not
 slowed, and may hang. It sees processes of the same user, in the same PID namespace; those of others if root asks for
-them. What they say is then not to be relied on: it can hide nothing of other users, and bring no control characters.
+them. Counters of other users are then not to be trusted: they cannot hide other users' processes, and control
+characters in them are escaped.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def look(pids: list[int] | None = None, all_users: bool = False) -> list[Look]:
 
 
 def waits(looks: list[Look], before: list[Look] | None = None) -> list[str]:
-    """Return who waits for whom, a line for each: pure, but for what is in the looks.
+    """Return which rank waits for which, a line for each. Pure function of the looks.
 
     A rank is behind where another one of its group has begun more calls; on a GPU, where hosts only enqueue, only if
     it has begun none since ``before``.
@@ -216,7 +217,7 @@ def _screen(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
 
 
 def _job(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
-    """Return what is printed of one job: its processes, what they do, and who waits in it."""
+    """Return the text for one job: its processes, what they do, and which ranks wait."""
     earlier = {one.pid: one for one in before}
     tables = [_process_table(looks), _rate_table(earlier, looks), _peer_table(earlier, looks)]
     parts: list[Any] = [part for table in tables if len(table) for part in table.parts(console.width)]
@@ -321,9 +322,9 @@ def _page_of(process: Path, user: int) -> dict[str, Any] | None:
 
 
 def _read_page(descriptor: Path, user: int) -> bytes:
-    """Return the bytes of a page of counters. What stands there is found out before it is opened: it may change.
+    """Return the bytes of a page of counters. The file is checked before it is opened, since it may change.
 
-    Raises: OSError, also for what is not memory of that user.
+    Raises: OSError, also for a file that is not memory of that user.
     """
     place = os.open(descriptor, os.O_PATH | os.O_CLOEXEC)
     try:

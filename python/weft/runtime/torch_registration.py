@@ -6,7 +6,7 @@
 
 `import weft` calls register(). Where Weft is installed torch calls it, too, when it is imported (its entry point group
 "torch.backends", from torch 2.5 on), so that a program that takes the name of a backend needs no `import weft`.
-What serves the calls, weft.collectives.torch_backend, is imported when the first group is made.
+The backend itself, weft.collectives.torch_backend, is imported when the first group is made.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _WithTorch(MetaPathFinder):
 class _Devices(Sequence[str]):
     """The types of devices that torch may take the backend for: "cuda" only where there is such a device.
 
-    torch asks for each group that it makes, and takes what is not "cpu" for the data of some of its calls. Who only
-    imports torch does not start the driver.
+    torch asks for each group that it makes, and uses a type other than "cpu" for the data of some of its calls. A
+    program that only imports torch does not start the driver.
     """
 
     def __getitem__(self, index: Any) -> Any:

@@ -36,13 +36,14 @@ _FRAMES_AT_ONCE = 64  # of one end, before the other is looked at
 
 @dataclass(frozen=True)
 class BadLink:
-    """What a cable does to frames. Shares are of frames, 0 to 1; times are of each direction.
+    """The faults of a cable. Shares are of frames, 0 to 1; times are of each direction.
 
     seed: of all that is drawn.
     delay_ms, jitter_ms: every frame is late by the first and by up to the second; that alone keeps their order.
     reorder, overtake_ms: so many are later still, by up to so much, and overtaken by what follows.
     duplicate, loss: so many come twice, or never.
-    rate_mbit: bits in a microsecond; 0: no limit. What would wait longer than ``queue_ms`` for its turn is lost.
+    rate_mbit: bits in a microsecond; 0: no limit. A frame that would wait longer than ``queue_ms`` for its turn is
+    lost.
     cut_every_s, cut_s: from time to time nothing passes for so long; 0: never.
     """
 
@@ -78,7 +79,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one frame: when its copies arrive, in seconds after it was sent; none where it is lost."""
+    """The fate of one frame: when its copies arrive, in seconds after it was sent; none if it is lost."""
 
     copies: tuple[float, ...]
     is_overtaken: bool = False

@@ -62,7 +62,7 @@ class RankError(Error):
 
 @dataclass
 class Rank:
-    """What a function that runs on every rank is given.
+    """The argument of a function that runs on every rank.
 
     rank, size: this process among all of the run.
     group: a gloo process group of all ranks, also torch's default group; None when run without one.
@@ -78,7 +78,8 @@ class Rank:
     meetings: int = 0
 
     def meet(self, deadline_s: float = 60.0) -> None:
-        """Return when every rank of the run has come here. Who has returned may end at once: no rank needs it then.
+        """Return when every rank of the run has come here. A rank that has returned may end at once: no other rank
+        needs it then.
 
         Any other call that ranks make together may still need a rank that has returned from it.
         Raises: TimeoutError that names the ranks that did not come.
@@ -175,9 +176,16 @@ class RankPool:
         self._start(first)
 
     def _start(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
-        context = multiprocessing.get_context("fork")
         self._owned = OwnedFolder("weft-ranks-")
         self._folder = self._owned.path
+        try:
+            self._fork(first)
+        except BaseException:  # a signal that ends the command, too
+            self.close(grace_s=0)
+            raise
+
+    def _fork(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        context = multiprocessing.get_context("fork")
         secret = secrets.token_hex(32)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -190,8 +198,8 @@ class RankPool:
             )
             with signals_held():
                 process.start()
+                self._processes.append(process)
             theirs.close()
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
         """Run a picklable ``function(rank, *args)`` on every rank; return its results in rank order."""

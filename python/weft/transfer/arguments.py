@@ -94,7 +94,7 @@ def given_list(argument: str, given: Any, wanted: type[Any]) -> list[Any]:
 
 
 def given_peers(argument: str, given: Any) -> list[Any]:
-    """Return what the extension knows peers by. Raises: weft.Error for what is no sequence of different peers."""
+    """Return the extension's peers. Raises: weft.Error for anything but a sequence of different peers."""
     peers = given_list(argument, given, Peer)
     for peer in peers:
         if peers.count(peer) > 1:  # it would be waited for twice, and say that this engine had come twice

@@ -31,7 +31,7 @@ class Span:
 
 
 class Kept:
-    """What owns a span of registered memory, which stays where it is until let_go()."""
+    """The owner of a span of registered memory, which stays where it is until let_go()."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -45,7 +45,7 @@ class Kept:
             self._storage = HeldStorage(source, "registered with a transfer engine")
 
     def is_in_place(self) -> bool:
-        """Return whether its owner has not moved it: torch and numpy have ways that ask nobody."""
+        """Return whether the memory is still in place: torch and numpy can move it without asking."""
         if self._array is not None:
             return bool(
                 self._array.ctypes.data == self.span.address and self._array.nbytes == self.span.bytes
@@ -53,7 +53,7 @@ class Kept:
         return self._storage is None or bool(self._storage.is_in_place())
 
     def let_go(self) -> None:
-        """Let its owner do with it what it likes; the memory is nobody's business any more. Idempotent."""
+        """Release the memory: its owner may move or free it. Idempotent."""
         if self._storage is not None:
             self._storage.let_go()
 

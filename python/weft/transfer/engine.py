@@ -95,10 +95,11 @@ class TransferEngine:
         device: CUDA device whose kernels write the numbers of ``watch``; None for the host.
         timeout_s: deadline of transfers and waits that give none; None: ``WEFT_TIMEOUT_S``.
         heartbeat_s, peer_dead_s: longest silence towards a peer, and of a peer; None: the configuration's.
-        worker: whether a thread makes progress while nobody waits; without it call ``progress``.
+        worker: whether a thread makes progress while no call waits; without it call ``progress``.
         worker_cpu: CPU to pin that thread to; None: none.
         secret: what peers must prove to know, the same bytes on all of them; None: ``WEFT_JOB_SECRET``. Empty, or
-            None without that setting, takes whoever calls: a warning says so, once, where others than this host can.
+            None without that setting, accepts every engine that connects: a warning says so, once, where others than
+            this host can.
     Raises: weft.Error naming what is wrong and what is allowed.
     """
 
@@ -183,7 +184,7 @@ class TransferEngine:
         (``bytes``, a file that was mapped so) is a source alone: of writes and sends, and, with ``remote_read``, of
         peers' reads. It is kept alive until ``unregister`` or ``close``, and may not be resized before: ``resize_`` of
         a tensor raises weft.Error.
-        Raises: weft.Error for what cannot be registered.
+        Raises: weft.Error for memory that cannot be registered.
         """
         span = span_of(source)
         may_read, may_write = given_flag("remote_read", remote_read), given_flag("remote_write", remote_write)
@@ -447,7 +448,7 @@ class TransferEngine:
     # ---- the rest
 
     def progress(self) -> None:
-        """Post and poll once, if nobody else is at it."""
+        """Post and poll once, unless another thread does so."""
         self.core.progress()
 
     def dump(self) -> str:

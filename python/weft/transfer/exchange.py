@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines learn each other's address and memory through what their processes have in common.
+"""Two engines learn each other's address and memory through a store, files or pipes that their processes share.
 
     peer, (cache,) = exchange(engine, store, "prefill", "decode")             # a torch store,
     peer, (cache,) = exchange(engine, "/shared/job17", "prefill", "decode")   # files /shared/job17.prefill, .decode,
     peer, () = exchange(engine, "-", "decode", "prefill", [memory])           # or stdin and stdout
 
-What travels is one line of text, with base64 of the bytes that ``engine.address`` and ``memory.descriptor`` return. A
-descriptor holds a key: whoever reads the line can reach that memory, unless engines have a secret.
+Each side sends one line of text, with base64 of the bytes that ``engine.address`` and ``memory.descriptor`` return. A
+descriptor holds a key: any reader of the line can reach that memory, unless engines have a secret.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def exchange(
         memories: what this side registered with remote access, for the other.
         timeout_s: None: the engine's.
     Returns: the peer, and its memory in the order in which it was given there.
-    Raises: PeerLost when the other does not come in time; Error for what none of this is.
+    Raises: PeerLost when the other does not come in time; Error for another kind of ``through``.
     """
     place = _place_of(through, given_name("me", me), given_name("other", other))
     if me == other:
@@ -120,7 +120,7 @@ class _Place:
         raise NotImplementedError
 
     def refuse(self) -> None:
-        """What was taken last is of no use: take() waits for another."""
+        """Discard the last line taken: take() waits for another."""
 
     def clear(self) -> None:
         """Both sides have what they need."""

@@ -268,7 +268,7 @@ class Transfer:
     def bytes_done(self) -> int:
         """Bytes of ``nbytes`` that the engine, and the network, are through with; all of them once it is done.
 
-        A send counts when its message is taken. What was cancelled or failed keeps what it had.
+        A send counts when its message is taken. A cancelled or failed transfer keeps its count.
         """
         return int(self.core.bytes_done)
 
@@ -294,7 +294,8 @@ class Transfer:
                 bar.update(done - bar.n)                     # tqdm(total=transfer.nbytes, unit="B", unit_scale=True)
                 progress.update(task, completed=done)        # rich.progress.Progress
 
-        Raises: weft.Error or PeerLost when the transfer fails, as wait() does. Who stops following lets it go on.
+        Raises: weft.Error or PeerLost when the transfer fails, as wait() does. The transfer goes on if the caller stops
+        early.
         """
         if not isinstance(every_s, int | float) or not every_s > 0:
             raise invalid("every_s", quoted(every_s), "seconds above 0")

@@ -15,9 +15,13 @@ class Nic:
     """One NIC (or software network interface) of a provider, and what it can do.
 
     ``unusable_because`` is empty when it can be opened. ``gbit_per_s`` is 0 where unknown, ``numa_node`` -1.
-    ``imm_proof`` says how an immediate is tied to its sender: by a ``token`` in it, by its ``connection``, by the
-    ``address key`` that the NIC asks for; ``message``: notices travel as sealed messages; ``none``: they do so once
-    there is a secret, and without one anybody can forge them.
+    ``imm_proof`` says what shows that an immediate comes from a peer:
+
+    * ``token``: a number in the immediate that only the two engines know;
+    * ``connection``: the connection it arrives on;
+    * ``address key``: the key that the NIC demands of a sender;
+    * ``message``: the engine sends no immediates, but messages with a MAC;
+    * ``none``: with a secret the engine sends messages with a MAC; without one anybody can forge immediates.
     """
 
     provider: str
@@ -66,7 +70,7 @@ def usable_nics(argument: str, provider: str, core_provider: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What a ``LoopbackNetwork`` does to packets; all but ``seed`` and ``dies_after`` are chances, 0 to 1.
+    """The faults of a ``LoopbackNetwork``; all but ``seed`` and ``dies_after`` are chances, 0 to 1.
 
     Args:
         seed: the same seed and calls give the same faults.

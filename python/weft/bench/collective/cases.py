@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Given:
-    """What is to serve a call, as the command line says it: "auto" has no choice, Weft makes one."""
+    """The way to serve a call, as the command line names it: "auto" names none, Weft chooses."""
 
     text: str
     choice: Choice | None
@@ -65,7 +65,7 @@ class Given:
 
 @dataclass
 class Tensors:
-    """What Weft's call is given and fills, and what the baseline's is: the same, unless Weft's are in a window."""
+    """The inputs and outputs of Weft's call and of the baseline's: the same tensors, unless Weft's are in a window."""
 
     tensor: Tensor
     out: Tensor
@@ -323,7 +323,7 @@ class Cases:
         return Case(weft, None, lambda: result, lambda: self._promised(algorithm, elems, result), m.reset)
 
     def _promised(self, algorithm: Algorithm, elems: int, result: Tensor) -> Tensor | None:
-        """Return ``result`` with what the contract says of its chunks; None where nothing says it."""
+        """Return ``result`` with the expected values of its chunks by the contract; None where there are none."""
         contract = algorithm.contract
         if contract is None or type(contract).after is Collective.after or self.options.op != "sum":
             return None

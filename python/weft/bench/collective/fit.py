@@ -7,7 +7,7 @@
     done
     python -m weft.bench.collective.fit all_gather.json all_to_all.json
 
-Prints, for every algorithm and way, the microseconds of the least call and the GB/s of what a rank sends beyond it
+Prints, for every algorithm and way, the microseconds of the smallest call and the GB/s of the bytes beyond it
 (``_EXCHANGE_COSTS`` of weft.collectives.cost), and the largest relative error over the rows. The least of all rows of
 one size counts, as a machine adds noise and takes none away. The fit is least squares of relative errors.
 
@@ -45,7 +45,7 @@ _MOST_BYTES_ONE_STEP = 128 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What one algorithm costs, one way: least_us + bytes sent / sent_gbs."""
+    """The cost of one algorithm in one way: least_us + bytes sent / sent_gbs."""
 
     algorithm: str
     protocol: str

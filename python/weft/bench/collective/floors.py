@@ -58,7 +58,7 @@ def floors_of(me: Rank, comm: Communicator, options: Options) -> Floors:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a rank must move in one call.
+    """The bytes that a rank must move in one call.
 
     ``sent`` goes to other nodes, and as much comes from there. ``copied`` is half of what it reads and writes inside
     its node: both are taken to cost alike.

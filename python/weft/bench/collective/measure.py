@@ -4,7 +4,7 @@
 Every sample is the slowest rank's. Weft and the baseline take turns, sample by sample, so that whatever else the
 machine does disturbs both. On the CPU a sample is the mean of some calls in a row, after two that bring the ranks into
 step; on GPUs it is the mean of 20 calls in a CUDA graph, by events (eager: 20 calls on the stream). Before timing, the
-result is compared with an oracle. What calls outside of graphs cost is measured afterwards (weft.bench.eager).
+result is compared with an oracle. Calls outside of graphs are measured afterwards (weft.bench.eager).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _measure(
 
 
 class _Case:
-    """An algorithm's buffers on one rank, filled with what its symbols say."""
+    """An algorithm's buffers on one rank, filled with the values of its symbols."""
 
     def __init__(self, rank: int, algorithm: Algorithm, num_bytes: int) -> None:
         import torch

@@ -60,7 +60,7 @@ def far_messages(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node:
 
 
 class NetworkSamples:
-    """What the network needs for so many rows to other nodes, there and back, sampled beside the calls. Collective."""
+    """The network's time for rows to other nodes and back, sampled beside the calls. Collective."""
 
     def __init__(self, bench: Bench, out_rows: float, back_rows: float) -> None:
         o = bench.options

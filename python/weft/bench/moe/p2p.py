@@ -130,12 +130,12 @@ def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
 
 def _notes(bench: Bench) -> list[Note]:
     lines = [
-        "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
-        "high_throughput: weft.Buffer's other calls, instead of low_latency, for many tokens on one host's CPU; layout "
-        "and dispatch as one, and a sum without weights. It moves fewer bytes: a row for each (token, rank), not for "
-        "each (token, expert), and results that their rank has summed",
-        "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
-        "flight, between the two, no kernel of the exchange runs",
+        "low_latency: weft.Buffer's calls of the same tokens. p2p gets rows that are already quantised",
+        "high_throughput: weft.Buffer's other calls, instead of low_latency, for many tokens on one host's CPU: "
+        "layout and dispatch as one, and a sum without weights. They move fewer bytes: a row for each (token, rank), "
+        "not for each (token, expert), and results that their rank has already summed",
+        "send, receive: each starts when all ranks have finished the phase before, so a receive finds its rows. "
+        "Between send and receive no kernel of the exchange runs",
     ]
     notes = [
         Note(lines[0], ("low_latency us (ratio)",)),

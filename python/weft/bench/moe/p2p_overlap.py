@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a split exchange matrix products hide that run between its send and its receive.
+"""How much of a split exchange is hidden by matrix products between its send and its receive.
 
-Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
-run on few, beside the product; on GPUs as graphs. cuBLAS is told to leave those SMs alone: else a product that spreads
-its work over all of them ends as late as the SM that came last. exposed_us is what a pair adds to the product of all
-SMs. hidden_share is what it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where
-the product takes no longer than without it.
+Each pair of phases is measured with a product between them: with phases on all SMs, and with phases on few SMs beside
+the product; on GPUs as graphs. cuBLAS is told to leave those SMs alone: else a product that spreads its work over all
+SMs ends as late as the last of them. exposed_us is the time of the pair with the product, less that of the product on
+all SMs. hidden_share is 1 - exposed_us / (the pair alone on all SMs, less an empty graph): 1 where the product takes no
+longer than without the pair.
 """
 
 from __future__ import annotations
@@ -155,16 +155,18 @@ class Overlap:
 def notes() -> list[Note]:
     """Return what the report says of the columns."""
     return [
-        Note("beside: a matrix product between send and receive"),
-        Note("sms: of the phases, which cuBLAS leaves alone, 0: all SMs, on the product's stream", ("sms",)),
-        Note("alone us: without a product", ("alone us",)),
+        Note("beside: a matrix product runs between send and receive"),
         Note(
-            "product us, product few us: the product alone, with all SMs and without those of the phases",
+            "sms: SMs that the phases use and cuBLAS does not; 0: all SMs, on the product's stream", ("sms",)
+        ),
+        Note("alone us: send and receive without a product", ("alone us",)),
+        Note(
+            "product us: the product alone, on all SMs; product few us: without the SMs of the phases",
             ("product us", "product few us"),
         ),
-        Note("exposed us: what the pair adds to product us", ("exposed us",)),
+        Note("exposed us: time of the pair with its product, less product us", ("exposed us",)),
         Note(
-            "hidden share: 1 - exposed / what the pair takes by itself with all SMs, less an empty graph, by medians",
+            "hidden share: 1 - exposed us / (alone us on all SMs - an empty graph), of medians",
             ("hidden share",),
         ),
     ]

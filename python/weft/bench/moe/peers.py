@@ -109,7 +109,7 @@ class LowLatency:
         return bool(mode.replies_once_per_node(self.max_tokens, top_k, self.experts, hidden * 2))
 
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
-        """Return room for what experts make of the rows."""
+        """Return room for the experts' outputs."""
         shape = (-(-self.experts // num_ranks), self.max_tokens * num_ranks, hidden)
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
@@ -139,7 +139,7 @@ class HighThroughputPairs:
         return self.calls.combine(y[:count], of_dispatch)
 
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
-        """Return room for what experts make of the rows."""
+        """Return room for the experts' outputs."""
         return torch.zeros(len(self.topk_weights) * num_ranks, hidden, dtype=torch.bfloat16, device=device)
 
 
@@ -169,7 +169,7 @@ class P2P:
         return combined
 
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
-        """Return room for what experts make of the rows."""
+        """Return room for the experts' outputs."""
         results = torch.empty(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
         # Rows are packed: random routes bring no more than ten standard deviations above the mean, and of the rest
         # nothing is read.

@@ -324,24 +324,24 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[Note]:
     gloo = all_to_all_name(bench)
     notes = [
         Note(
-            "size or MB: bytes of the rows that a rank receives, its own included, mean over ranks "
-            "(low latency: of its (token, expert) pairs); times are the slowest rank's"
+            "size or MB: bytes of the rows that a rank receives, its own included, as a mean over ranks "
+            "(low latency: bytes of its (token, expert) pairs). Times are those of the slowest rank"
         ),
         Note(f"{gloo}: the same work with torch.distributed all-to-all", (f"{gloo} us (ratio)",)),
         Note(
-            "memcpy: a copy of the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
+            "memcpy: each rank copies the bytes that it receives, each row once, with one thread, all ranks at once",
             ("memcpy us (ratio)", "floor us", "over floor"),
         ),
-        Note("enqueue us: the host's part of an eager call, on the CPU without its kernels", ("enqueue us",)),
-        Note("eager us: such calls one after another, kernels included", ("eager us",)),
+        Note("enqueue us: host time of an eager call; on the CPU without its kernels", ("enqueue us",)),
+        Note("eager us: time of one eager call in a row of them, kernels included", ("eager us",)),
         Note(
-            "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of "
-            "its own",
+            "kernel us: from the first block's start to the last block's end, by time stamps of the kernels in a "
+            "second buffer",
             ("kernel us", "cached kernel us"),
         ),
-        Note("kernel warm us: the same of calls in a row", ("kernel warm us",)),
+        Note("kernel warm us: kernel us of calls in a row", ("kernel warm us",)),
         Note(
-            "deep ep kernel us: from the first kernel's start to the last one's end by torch's profiler",
+            "deep ep kernel us: from the first kernel's start to the last kernel's end, by torch's profiler",
             ("deep ep kernel us", "deep ep v2 kernel us"),
         ),
     ]
@@ -350,12 +350,12 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[Note]:
     elif bench.on_gpu:
         notes += [
             Note(
-                "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; "
-                "the kernel's time, of launches in a row, as kernel warm us",
+                "floor: a bare exchange of the bytes that leave a GPU, measured in this run by the best way of "
+                "weft bench floor; kernel time of launches in a row: compare it with kernel warm us",
                 _FLOORS,
             ),
             Note(
-                "floor cold us: of one launch after the L2 cache was emptied, as kernel us",
+                "floor cold us: the floor of one launch after the L2 cache was emptied: compare it with kernel us",
                 ("floor cold us",),
             ),
         ]
@@ -372,18 +372,18 @@ _FLOORS = ("floor us", "over floor")
 def _node_notes(bench: Bench) -> list[Note]:
     notes = [
         Note(
-            "floor: the provider's own loop for what a rank sends to other nodes (network us), half of the ranks after "
-            "the other, each row once per node, or once per rank where fan out is direct; and the fastest memcpy of "
-            "the other rows that it receives",
+            "floor: network us plus the fastest memcpy of the rows that do not cross nodes. network us: the provider's "
+            "own loop for what a rank sends to other nodes, one half of the ranks after the other; each row once per "
+            "node, or once per rank where fan out is direct",
             (*_FLOORS, "network us"),
         ),
-        Note("raw us: the loop of network us, the slower half", ("raw us",)),
+        Note("raw us: network us of the slower half of the ranks", ("raw us",)),
     ]
     if bench.options.mode == "ll":
         notes.append(
             Note(
-                f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call "
-                "should take at most where ranks have a core and a NIC each",
+                f"bound us: {network.RAW_FACTOR:.1f} times raw us, plus {network.RAW_BEYOND_US:.0f} us: the aim for a "
+                "call where each rank has a core and a NIC",
                 ("bound us",),
             )
         )

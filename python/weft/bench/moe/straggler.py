@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank keeps the others: ``weft bench moe --straggler``, from what kernels noted of a few more samples.
+"""Which rank delays the others: ``weft bench moe --straggler``, from kernels' traces of a few more samples.
 
 A rank is slow when its peers wait for it much longer than it waits for them. On the CPU ranks may have to share
-cores; then the rank that gets one last keeps the others without being slow. So there its own time has to be longer
-too, in every sample: from when it was free to make the call until the call's end, without its waits for peers and
-for a core.
+cores; then the rank that gets a core last delays the others without being slow. So there its own time has to be longer
+too, in every sample: from when it was free to make the call until the call's end, without its waits for peers and for a
+core.
 """
 
 from __future__ import annotations

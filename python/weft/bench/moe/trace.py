@@ -32,7 +32,7 @@ WAIT = "wait "  # how the names of spans begin that are waits
 
 @dataclass(frozen=True)
 class TracedCall:
-    """What one rank noted of one call.
+    """The trace of one call on one rank.
 
     lined_up_ns: by the same clock as the spans on the CPU: since when the rank was free to make the call.
     core_wait_us: how long its threads, together, waited for a core since then; None where nobody knows.

@@ -113,7 +113,7 @@ class HostRange : public MappedRange {
       return logged(Status::from_errno(errno, "size a window segment of {} bytes", bytes));
     // A sealed size: no peer can shrink the memory under another rank's loads.
     fcntl(segment.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-    WEFT_TRY(map(segment.get(), bytes));
+    WEFT_TRY(map(segment.get(), bytes, true));
     return Parcel{"", std::move(segment)};
   }
 
@@ -126,7 +126,7 @@ class HostRange : public MappedRange {
         static_cast<uint64_t>(info.st_size) != gap() + bytes)
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
-    return map(offer.fd.get(), bytes);
+    return map(offer.fd.get(), bytes, false);
   }
 
   void used() override {
@@ -161,14 +161,16 @@ class HostRange : public MappedRange {
                segment.file.get(), segment.offset);
   }
 
-  Status map(int fd, uint64_t bytes) {
+  // Mapped peers write to no host part but their own.
+  Status map(int fd, uint64_t bytes, bool is_owner) {
     const bool is_host_part = host_bytes_ > 0 && host_part_.bytes == 0;
     if (is_host_part && bytes != host_bytes_)
       return Status::invalid("window: got a host part of {} bytes, allowed: {}", bytes, host_bytes_);
     Segment segment{is_host_part ? base_ - before_ : base_ + bytes_, bytes, static_cast<off_t>(gap()),
                     FileDescriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0))};
-    if (!segment.file.is_open() || mmap(segment.begin, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                                        fd, segment.offset) == MAP_FAILED)
+    const int access = is_host_part && !is_owner ? PROT_READ : PROT_READ | PROT_WRITE;
+    if (!segment.file.is_open() ||
+        mmap(segment.begin, bytes, access, MAP_SHARED | MAP_FIXED, fd, segment.offset) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
     if (is_host_part) {
       host_part_ = std::move(segment);

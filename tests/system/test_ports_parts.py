@@ -38,6 +38,7 @@ def test_payload_of_ports_lands_in_one_part(
     monkeypatch.setenv("WEFT_PORT_WINDOWS", windows)
     use_ports(monkeypatch, ranks_per_node, provider)
     case = MoeCase(tokens_of(num_ranks, 9, 14, 1), hidden=512, top_k=3, num_experts=8)
-    for puts, with_host in run_ranks(num_ranks, _put_bytes, case, with_gpus=False):
-        assert puts > 0
+    moved = run_ranks(num_ranks, _put_bytes, case, with_gpus=False)
+    assert sum(puts for puts, _ in moved) > 0  # one that has a token may put nothing large
+    for puts, with_host in moved:
         assert with_host == (puts if windows == "auto" else 0)

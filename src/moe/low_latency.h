@@ -132,7 +132,7 @@ struct LowLatencyTerms {
   IslandPlan islands = {};  // none where all ranks map each other
   LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
   std::shared_ptr<LocalMemory> board =
-      {};  // of make_low_latency_board(): this rank's; null: kernels look at the window
+      {};                   // of make_low_latency_board(): this rank's; null: kernels look at the window
   bool is_watched = false;  // a block polls for the others, as with a board; the window has a host part
 };
 // The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,

@@ -214,7 +214,7 @@ Posted CudaRail::post_requests(Out& out, const RmaOp& op, Access way, const Piec
   uint64_t number = lane.requests_put.value.load(std::memory_order_relaxed);
   // A request has its place until it is answered, so that replies have theirs.
   if (out.requested.size() + count > kRequests) return Posted::kAgain;
-  const auto asked = std::make_shared<Asked>(op.context, count, "");
+  const auto asked = std::make_shared<Asked>(Asked{op.context, count, ""});
   for (const Piece* piece = pieces; piece < pieces + count; ++piece, ++number) {
     lane.requests[number % kRequests] = {way == kRemoteRead,
                                          op.has_imm,

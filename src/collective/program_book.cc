@@ -34,7 +34,7 @@ Result<std::string> read_any(const std::string& path) {
 
 Result<std::vector<uint32_t>> read_words(const std::string& path, bool is_private) {
   WEFT_TRY_ASSIGN(const std::string bytes, is_private ? read_private(path, kMaxFileBytes) : read_any(path));
-  if (bytes.size() < sizeof kMagic || bytes.size() > kMaxFileBytes || bytes.size() % 4 != 0 ||
+  if (bytes.size() <= sizeof kMagic || bytes.size() > kMaxFileBytes || bytes.size() % 4 != 0 ||
       std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
     return Status::invalid("{}: its {} bytes are not a book of programs", path, bytes.size());
   std::vector<uint32_t> words((bytes.size() - sizeof kMagic) / 4);

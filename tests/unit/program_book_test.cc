@@ -53,5 +53,12 @@ TEST_F(BookTest, ThatIsALinkIsNotRead) {
   EXPECT_THAT(read(false).message(), HasSubstr("not a book"));
 }
 
+TEST_F(BookTest, ThatEndsAfterItsFirstWordsSaysSo) {
+  for (const std::string& bytes : {std::string(), std::string("weftbook"), std::string("weftbook\5\0\0\0", 12)}) {
+    std::ofstream(path_, std::ios::binary) << bytes;
+    EXPECT_EQ(read(false).code(), Code::kInvalid) << bytes.size() << " bytes";
+  }
+}
+
 }  // namespace
 }  // namespace weft

@@ -6,6 +6,7 @@
 
 #include "kernels/core/wait.cuh"
 #include "kernels/moe/low_latency_layout.h"
+#include "kernels/moe/payload.h"
 #include "kernels/moe/row_element.h"
 
 namespace weft {
@@ -13,18 +14,7 @@ namespace weft {
 inline constexpr uint32_t kPhaseSend = 1;
 inline constexpr uint32_t kPhaseReceive = 2;
 
-// How a row travels.
-inline constexpr int64_t kPayloadCopy = 0;         // dispatch: as it is, with opaque scales, if any
-inline constexpr int64_t kPayloadFp8 = 1;          // dispatch: bf16 -> e4m3, float32 scales
-inline constexpr int64_t kPayloadFp8Rounded = 2;   // the same, scales are powers of two
-inline constexpr int64_t kPayloadFp8Exponent = 3;  // the same, as exponent bytes
-inline constexpr int64_t kPayloadMxfp8 = 4;        // dispatch: bf16 -> e4m3, an exponent byte per 32 channels
-inline constexpr int64_t kPayloadNvfp4 = 5;        // dispatch: bf16 -> e2m1, an E4M3 byte per 16 channels
-inline constexpr int64_t kPayloadNvfp4Exponent = 6;  // the same, as exponent bytes
-// bf16 bytes of x that become one byte of a row.
-WEFT_DEVICE constexpr uint64_t shrinks_by(int64_t payload) {
-  return payload == kPayloadCopy ? 1 : payload >= kPayloadNvfp4 ? 4 : 2;
-}
+// How a reply travels. The rows of a dispatch: payload.h.
 inline constexpr int64_t kReplyReduced =
     0;  // combine: as it is, one reply per (token, rank): weighted sum of its rows
 inline constexpr int64_t kReplyExact =
@@ -68,8 +58,9 @@ static_assert(sizeof(LowLatencyCall) == 192);
 
 // A dispatch's tensors, which change from call to call: the binding fills them in, the rest of the arguments is planned.
 struct LowLatencyDispatchMemory {
-  const std::byte* x;         // [T] rows of x_row_bytes
-  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy; f32, the global scale, with NVFP4
+  const std::byte* x;  // [T] rows of x_row_bytes
+  const std::byte*
+      x_scales;  // [T] rows of scale bytes, of rows that travel as they are; f32, the global scale, with NVFP4
   const void* topk_idx;       // [T][K] of id_bytes, -1 = none
   const float* topk_weights;  // [T][K], with weights = 1 in the shape; null: none travel
   int32_t* expert_stats;      // [Le] added to, or null

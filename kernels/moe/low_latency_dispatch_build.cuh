@@ -125,8 +125,8 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
   at_places(d, [&](std::byte* place) { store_watched(reinterpret_cast<Vec16*>(place + offset), vec); });
 }
 
-// The first data of a row that a thread of the block sends. It loads them before the row's destination is known: with
-// kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
+// The first data of a row that a thread of the block sends. It loads them before the row's destination is known: of a
+// row as it is, vectors a block's size apart and a word of the scales; with FP8 the channels of its first unit; else
 // nothing.
 inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
 struct FirstVecs {
@@ -136,9 +136,10 @@ struct FirstVecs {
 template <class D>
 WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
   FirstVecs first{};
-  if (token >= d.a.call.tokens || d.shape.payload >= kPayloadMxfp8) return first;
+  const Encoder encoder = d.payload_format().encoder;
+  const bool is_copy = encoder == Encoder::kNone;
+  if (token >= d.a.call.tokens || !(is_copy || encoder == Encoder::kFp8)) return first;
   const auto* row = reinterpret_cast<const Vec16*>(d.a.x + token * d.a.x_row_bytes);
-  const bool is_copy = d.shape.payload == kPayloadCopy;
   WEFT_UNROLL
   for (uint32_t v = 0; v < kFirstVecs; ++v) {
     const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
@@ -196,7 +197,7 @@ template <class D>
 WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
   at_places(d, [&](std::byte* place) {
-    if (d.shape.payload == kPayloadFp8Exponent) {
+    if (d.payload_format().scale == Scale::kExponent) {
       store_watched(reinterpret_cast<uint8_t*>(place + scales) + group, ue8m0(scale));
     } else {
       store_watched(reinterpret_cast<uint32_t*>(place + scales) + group, bits_of_float(scale));
@@ -219,7 +220,7 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVe
     } else {
       load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
     }
-    const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.shape.payload != kPayloadFp8);
+    const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.payload_format().scale != Scale::kFloat32);
     if (!is_inside) continue;
     const Fp8Lane lane = fp8_lane(values, scale.multiply);
     for (uint32_t v = 0; v < kLaneElems / 16; ++v)
@@ -261,15 +262,17 @@ WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantise
 template <class D>
 WEFT_DEVICE void send_row(const D& d, uint32_t token, const FirstVecs& first) {
   const std::byte* row = d.a.x + uint64_t{token} * d.a.x_row_bytes;
-  if (d.shape.payload == kPayloadCopy) {
-    send_row_as_is(d, token, row, d.a.x_scales + uint64_t{token} * d.shape.scale_bytes, first);
-  } else if (d.shape.payload == kPayloadMxfp8) {
-    send_row_in_blocks(d, row, Mxfp8{});
-  } else if (d.shape.payload >= kPayloadNvfp4) {
-    const float global = *reinterpret_cast<const float*>(d.a.x_scales);
-    send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
-  } else {
-    send_row_as_fp8(d, row, first);
+  const Payload format = d.payload_format();
+  switch (format.encoder) {
+    case Encoder::kNone:
+      return send_row_as_is(d, token, row, d.a.x_scales + uint64_t{token} * d.shape.scale_bytes, first);
+    case Encoder::kFp8:
+      return send_row_as_fp8(d, row, first);
+    case Encoder::kMxfp8:
+      return send_row_in_blocks(d, row, Mxfp8{});
+    case Encoder::kNvfp4:
+      return send_row_in_blocks(
+          d, row, Nvfp4{*reinterpret_cast<const float*>(d.a.x_scales), format.scale == Scale::kExponent});
   }
 }
 

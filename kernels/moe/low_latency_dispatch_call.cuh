@@ -110,11 +110,12 @@ struct Dispatch {
     const uint64_t slot = (uint64_t{source} * batches().count + batch) * batches().capacity + index;
     return half_at() + slot * message().stride;
   }
+  WEFT_DEVICE Payload payload_format() const { return payload(shape.payload); }
   // Whether this rank's rows stand once in its own window, where receivers read them: in large calls on the host. Not
   // where ranks can be masked: nobody waits for a masked rank, so rows could change while it still reads them.
   WEFT_DEVICE bool keeps_rows() const {
     if constexpr (kIsHost && !kPorts)
-      return shape.payload == kPayloadCopy && a.call.masked == nullptr && !sends_lines() &&
+      return payload_format().encoder == Encoder::kNone && a.call.masked == nullptr && !sends_lines() &&
              is_past_caches(a.call, shape.row_bytes);
     else
       return false;

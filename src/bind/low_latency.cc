@@ -28,6 +28,24 @@ void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
       });
 }
 
+// Formats of rows by name, as find_format() in weft/moe/low_latency_formats.py reads them.
+nb::dict payloads() {
+  nb::dict all;
+  for (int64_t number = 0; number < kPayloads; ++number) {
+    const Payload one = payload(number);
+    nb::dict row;
+    row["number"] = number;
+    row["shrinks_by"] = one.shrinks_by;
+    row["channels_per_scale"] = one.channels_per_scale;
+    row["bytes_of_scale"] = bytes_of_scale(one.scale);
+    row["row_type"] = one.row_type;
+    row["scale_type"] = one.scale_type;
+    row["tiled_scales"] = one.tiled_scales;
+    all[one.name] = row;
+  }
+  return all;
+}
+
 // What Python names of a form.
 Fields<LowLatencyDispatchForm> dispatch_fields() {
   using Form = LowLatencyDispatchForm;
@@ -97,12 +115,7 @@ void bind_low_latency(nb::module_& module) {
   module.attr("PHASE_SEND") = kPhaseSend;
   module.attr("PHASE_RECEIVE") = kPhaseReceive;
   module.attr("PAYLOAD_COPY") = kPayloadCopy;
-  module.attr("PAYLOAD_FP8") = kPayloadFp8;
-  module.attr("PAYLOAD_FP8_ROUNDED") = kPayloadFp8Rounded;
-  module.attr("PAYLOAD_FP8_EXPONENT") = kPayloadFp8Exponent;
-  module.attr("PAYLOAD_MXFP8") = kPayloadMxfp8;
-  module.attr("PAYLOAD_NVFP4") = kPayloadNvfp4;
-  module.attr("PAYLOAD_NVFP4_EXPONENT") = kPayloadNvfp4Exponent;
+  module.attr("PAYLOADS") = payloads();
   module.attr("ELEMENT_BF16") = kElementBf16;
   module.attr("ELEMENT_FP32") = kElementFp32;
   module.attr("ELEMENT_FP16") = kElementFp16;

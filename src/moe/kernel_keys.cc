@@ -118,7 +118,7 @@ std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowL
                                       form.top_k,       form.row_bytes,
                                       form.scale_bytes, form.payload,
                                       weights,          form.padding};
-  const auto back_bytes = static_cast<int64_t>(form.row_bytes * shrinks_by(form.payload));
+  const auto back_bytes = static_cast<int64_t>(form.row_bytes * payload(form.payload).shrinks_by);
   const LowLatencyCombineShape back{sizes.ranks,
                                     sizes.experts_per_rank(),
                                     form.top_k,

@@ -326,7 +326,7 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
     WEFT_TRY(Status(has_carriers_));
     args.carriers = carriers();
   }
-  args.x_row_bytes = form.row_bytes * shrinks_by(form.payload);
+  args.x_row_bytes = form.row_bytes * payload(form.payload).shrinks_by;
   args.scale_expert_stride = form.scale_expert_stride;
   args.scale_row_stride = form.scale_row_stride;
   args.scale_word_stride = form.tiled_scales ? kTiledWordStride : form.scale_word_stride;

@@ -7,10 +7,13 @@
 
 #include <cstdint>
 
+#include "kernels/moe/payload.h"
+
 namespace weft {
 
 // `rows`: of a dispatch its payload, of a combine the types of rows and sums and the kind of reply; below 8, and below 16.
 constexpr uint32_t kCombineForm = 64, kOncePerNodeForm = 128;
+static_assert(kPayloads <= 8);
 constexpr uint32_t dispatch_form(uint32_t rows, bool has_weights, bool goes_once_per_node) {
   return rows * 2 + (has_weights ? 1 : 0) + (goes_once_per_node ? kOncePerNodeForm : 0);
 }

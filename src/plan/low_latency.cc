@@ -76,7 +76,7 @@ uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatch
   constexpr double kSavedUs = 4.5;
   constexpr double kEgressBytesPerUs = 350e3;
   const double peers = ranks_of_token(sizes) * (sizes.ranks - 1) / sizes.ranks;
-  const double reply_bytes = static_cast<double>(shape.row_bytes) * shrinks_by(shape.payload);
+  const double reply_bytes = static_cast<double>(shape.row_bytes) * payload(shape.payload).shrinks_by;
   const double extra_bytes = peers * (static_cast<double>(message.bytes) + reply_bytes) / kLineVecs;
   const double tokens = kSavedUs * kEgressBytesPerUs / std::max(extra_bytes, 1.0);
   return static_cast<uint32_t>(std::min<double>(tokens, kMaxBatches));
@@ -119,7 +119,7 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.word_bytes = sizes.has_ports
                         ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), batches, message).bytes
                         : message_bytes(sizes.ranks, batches, message);
-  const bool wants = shape.payload == kPayloadCopy && wants_bulk(sizes, shape.weights != 0, limits);
+  const bool wants = payload(shape.payload).encoder == Encoder::kNone && wants_bulk(sizes, shape.weights != 0, limits);
   plan.lines = !wants && may_have_lines(sizes, line_message_bytes(sizes.ranks, batches, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {

@@ -10,6 +10,7 @@ hidden channels H; L local experts, N rows of one of them at most.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from weft.moe.device_context import DeviceContext
 from weft.runtime.allocation import TensorSpec, not_a_view, tensor_spec
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
-_MX_BLOCK = 32
-_NV_BLOCK = 16
 _TILE_ROWS = 128  # of scales for matrix units
 _BYTES_PER_WORD = 4
 
@@ -91,27 +90,37 @@ def find_format(
         raise invalid("use_mxfp8", "True with use_nvfp4", "one of the two")
     if use_ue8m0_for_sf and not use_nvfp4:
         raise invalid("use_ue8m0_for_sf", "True without use_nvfp4", "True with it")
-    if use_mxfp8:
-        _check_hidden(hidden, _MX_BLOCK * _BYTES_PER_WORD)
-        return _fp8(_core.PAYLOAD_MXFP8, hidden, hidden // _MX_BLOCK, torch.int32)
     if use_nvfp4:
-        _check_hidden(hidden, _NV_BLOCK * _BYTES_PER_WORD)
-        payload = _core.PAYLOAD_NVFP4_EXPONENT if use_ue8m0_for_sf else _core.PAYLOAD_NVFP4
-        scale_type = torch.int8 if use_ue8m0_for_sf else torch.float8_e4m3fn
-        return Format(
-            int(payload), hidden, hidden // 2, torch.uint8, hidden // _NV_BLOCK, scale_type, is_tiled=True
-        )
+        return _format("nvfp4_exponent" if use_ue8m0_for_sf else "nvfp4", hidden)
+    if use_mxfp8:
+        return _format("mxfp8", hidden)
     if not use_fp8:
-        return Format(int(_core.PAYLOAD_COPY), hidden, hidden * 2, torch.bfloat16)
+        return _format("copy", hidden)
     if use_ue8m0 and not round_scale:
         raise invalid("use_ue8m0", "True without round_scale", "True with it")
-    groups = hidden // SCALE_GROUP
-    if use_ue8m0:
-        _check_hidden(hidden, SCALE_GROUP * _BYTES_PER_WORD)
-        return _fp8(_core.PAYLOAD_FP8_EXPONENT, hidden, groups, torch.int32)
-    _check_hidden(hidden, SCALE_GROUP)
-    payload = _core.PAYLOAD_FP8_ROUNDED if round_scale else _core.PAYLOAD_FP8
-    return _fp8(payload, hidden, groups * torch.float32.itemsize, torch.float32)
+    return _format("fp8_exponent" if use_ue8m0 else "fp8_rounded" if round_scale else "fp8", hidden)
+
+
+def _format(name: str, hidden: int) -> Format:
+    """Return a format of kernels/moe/payload.h for rows of so many channels."""
+    of: Any = _core.PAYLOADS[name]
+    row_bytes = hidden * torch.bfloat16.itemsize // of["shrinks_by"]
+    row_type = getattr(torch, of["row_type"])
+    if not of["scale_type"]:
+        return Format(of["number"], hidden, row_bytes, row_type)
+    per_scale, scale_bytes = of["channels_per_scale"], of["bytes_of_scale"]
+    if hidden % (per_word := per_scale * (_BYTES_PER_WORD // scale_bytes)):
+        raise invalid("x", f"hidden {hidden}", f"a multiple of {per_word}, one word of scales")
+    scale_type = getattr(torch, of["scale_type"])
+    return Format(
+        of["number"],
+        hidden,
+        row_bytes,
+        row_type,
+        hidden // per_scale * scale_bytes,
+        scale_type,
+        of["tiled_scales"],
+    )
 
 
 def check_output(
@@ -123,12 +132,3 @@ def check_output(
     return arguments.check_alignment(
         argument, arguments.check_tensor(argument, given, shape, (dtype,), context.device)
     )
-
-
-def _fp8(payload: int, hidden: int, scale_bytes: int, scale_type: torch.dtype) -> Format:
-    return Format(int(payload), hidden, hidden, torch.float8_e4m3fn, scale_bytes, scale_type)
-
-
-def _check_hidden(hidden: int, multiple: int) -> None:
-    if hidden % multiple:
-        raise invalid("x", f"hidden {hidden}", f"a multiple of {multiple}, one word of scales")

@@ -284,7 +284,7 @@ WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, co
   if (warp.index() == 0) {
     const bool came =
         takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait, [&](uint32_t peer) {
-          return word_from(mesh, peer, a.at.count_signal + peer * 8);
+          return word_from(mesh, peer, a.at.count_signal) + peer;
         });
     if (warp.rank() == 0) *all_came = came ? 1 : 0;
   }

@@ -173,13 +173,11 @@ WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const 
 WEFT_DEVICE uint64_t call_number(const LowLatencyCall& call, uint64_t started) {
   return (call.phases & kPhaseSend) == 0 ? started : started / kLaunchShare + 1;
 }
-// The last call of a half that a peer has read.
+// u64[2][ranks], of which a peer tells [half][peer]: the last call of the half that it has read.
 template <class MeshT>
-WEFT_DEVICE const uint64_t* consumed_call(const LowLatencyCall& call, const MeshT& mesh, uint32_t parity,
-                                          uint32_t peer) {
-  const uint64_t consumed = low_latency_control(mesh.ranks()).consumed;
+WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer) {
   return reinterpret_cast<const uint64_t*>(
-      control_from(call, mesh, peer, control_offset(call, consumed, mesh.ranks(), Epoch{0, parity}, peer)));
+      control_from(call, mesh, peer, call.region + low_latency_control(mesh.ranks()).consumed));
 }
 
 template <class MeshT>
@@ -190,8 +188,9 @@ WEFT_DEVICE Joined join(const LowLatencyCall& call, Block block, Warp warp, cons
   joined.gave_up = load_gave_up(call.wait);
   // Mostly these acknowledgements came long ago.
   if (warp.rank() < mesh.ranks()) {
-    joined.even = load_signal(consumed_call(call, mesh, 0, warp.rank()));
-    joined.odd = load_signal(consumed_call(call, mesh, 1, warp.rank()));
+    const uint64_t* consumed = consumed_calls(call, mesh, warp.rank());
+    joined.even = load_signal(consumed + warp.rank());
+    joined.odd = load_signal(consumed + mesh.ranks() + warp.rank());
   }
   return joined;
 }
@@ -240,8 +239,8 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
     const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
-      takes_part =
-          await(call, mesh, consumed_call(call, mesh, epoch.parity, peer), want, peer, site, 1, seen);
+      takes_part = await(call, mesh, consumed_calls(call, mesh, peer) + epoch.parity * mesh.ranks() + peer,
+                         want, peer, site, 1, seen);
     present[peer] = takes_part ? 1 : 0;
   }
   if (warp.rank() == 0) *shared_epoch = number;

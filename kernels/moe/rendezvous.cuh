@@ -101,7 +101,7 @@ WEFT_DEVICE bool meet_peers(const Rendezvous& x, Block block, Warp warp, const M
         post_record(x, warp, mesh, mine, epoch);
     }
     bool came = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule, [&](uint32_t peer) {
-                  return word_from(mesh, peer, x.signal_at + peer * 8);
+                  return word_from(mesh, peer, x.signal_at) + peer;
                 });
     bool same = true;
     for (uint32_t peer = warp.rank(); came && peer < mesh.ranks(); peer += warp.size()) {

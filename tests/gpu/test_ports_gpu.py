@@ -39,7 +39,7 @@ from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank
 
 PROVIDERS = ("fabric:tcp", "fabric:shm")
-# With that of GPUs of one host, which reaches their memory: windows of expert parallelism have parts.
+# With that of GPUs of one host, which reaches their memory.
 WITH_GPUS = (*PROVIDERS, "cuda")
 # Ranks, and how many make a node: pairs of loners, two nodes of two, four loners.
 PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ranks_here(), 2)]
@@ -179,7 +179,7 @@ def _collectives(rank: Rank) -> None:
             same(out, parts[root, me], "scatter")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_collective_agrees_with_torch(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +238,7 @@ def _replays(rank: Rank, replays: int) -> None:
     assert int(turn) == 2 + replays + replays // 50
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_captured_graph_replays_hundreds_of_times(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch

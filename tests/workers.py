@@ -14,6 +14,7 @@ most CPU time. The time of the processes that they started, and of programs (zyg
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -48,6 +49,8 @@ class Workers:
         terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
         terminal.showfspath = False  # of which file a test is: two at a time would take turns
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all workers
+        gc.collect()
+        gc.freeze()  # what is here now stays: looking at it again in every process would copy its pages
         shares: dict[tuple[Any, ...], Share] = {}
         for place, item in enumerate(session.items):
             shares.setdefault(_share_of(item), []).append(place)

@@ -45,6 +45,8 @@ struct Caps {
   bool has_atomics = false;         // 64-bit add at the peer
   bool only_by_name = false;        // "auto" never takes it
   bool brings_memory = false;       // windows lie in memory of its library: Link::allocate(), Link::map()
+  // Threads of the host store words and small puts: on GPUs, windows have a host part for what ports write (Window).
+  bool hosts_store_words = false;
   bool reaches_gpus = false;  // windows of GPUs may lie in their memory: Link::try_device_memory() decides
   Ordering ordering = Ordering::kNone;
   uint64_t max_put_bytes = 0;    // of one put
@@ -64,6 +66,11 @@ struct WindowView {
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
   Device place = {};                  // whose memory `local` is: the rank's device, or the host
+  // Where the window has a host part: so many bytes of it, which begin so far before `local`; and whether what ports put
+  // beside words and records goes to `place`, and not to the host part.
+  uint64_t host_bytes = 0;
+  uint64_t before = 0;
+  bool payload_in_place = false;
   // Keeps `local` alive, for a link through which peers may reach it after the window is gone.
   std::shared_ptr<const void> memory = {};
 };
@@ -120,7 +127,7 @@ class Link {
   // the wait for a peer that is lost. Idempotent.
   virtual void finish() {}
 
-  // Of a transport with Caps::reaches_gpus, asked once, before windows are made: whether peers and this rank put to and from
+  // Of a transport with Caps::reaches_gpus or hosts_store_words, asked once, before windows are made: whether peers and this rank put to and from
   // memory of the rank's device. `probe` is such memory, as windows would have it. Errors: kUnsupported and others say why not.
   virtual Status try_device_memory(std::byte* /*probe*/, uint64_t /*bytes*/) {
     return Status::make(Code::kUnsupported, "this transport does not reach memory of a GPU");

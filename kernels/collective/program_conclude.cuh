@@ -35,7 +35,8 @@ WEFT_DEVICE bool holds_signals(const ProgramArgs& a) {
   return false;
 }
 
-// Tells the receiver that another message is there: now or, over a link that was made slow, when it is due.
+// Tells the receiver that another message is there: now or, over a link that was made slow, when it is due. `at` counts in
+// the part of the window that the peer has for it.
 template <class MeshT>
 WEFT_DEVICE void tell(const ProgramArgs& a, const MeshT& mesh, uint32_t peer, uint64_t at, uint64_t value,
                       uint64_t bytes) {
@@ -77,8 +78,10 @@ WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shap
                              const Cursor& cursor, const Turn& turn, uint32_t peer) {
   const uint32_t channel = turn.block->channel;
   MessageHeader header{Place::kSlot, 0, cursor.salt + mark_of(a, cursor, turn), 0, 0};
-  const uint64_t slot_at = ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at;
-  const uint64_t built_at = outbox_at(a, mesh, channel, peer, cursor.sent);
+  const PortPlaces places = port_places(mesh);
+  const uint64_t slot_at =
+      in_part(ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at, places.payload);
+  const uint64_t built_at = in_part(outbox_at(a, mesh, channel, peer, cursor.sent), places.payload);
   auto to_peer = mesh.to(peer);
   Lent from{}, to{};
   if constexpr (LoanMesh<MeshT>) {
@@ -94,7 +97,8 @@ WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shap
   if (!from.loan && !to.loan) to_peer.put(OneThread{}, slot_at, built_at, turn.units * 16);
   uint64_t first_word = 0;
   copy_few<8>(&first_word, &header);
-  to_peer.put_value(header_at(a, mesh, channel, mesh.rank(), cursor.sent), first_word);
+  to_peer.put_value(in_part(header_at(a, mesh, channel, mesh.rank(), cursor.sent), places.records),
+                    first_word);
 }
 
 // Tells peers and other blocks, and moves the cursor on. One thread.
@@ -108,8 +112,9 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
       if (!mapped_window(mesh, peer)) put_message(a, mesh, shape, cursor, turn, peer);
     cursor.sent += 1;
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-      tell(a, mesh, peer, a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent,
-           turn.units * 16);
+      tell(a, mesh, peer,
+           in_part(a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, records_of(mesh, peer)),
+           cursor.sent, turn.units * 16);
   }
   if (moved && turn.receives) {
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
@@ -117,7 +122,7 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
     const uint64_t connections = uint64_t{a.rings.channels} * mesh.ranks();
     const uint64_t counter =
         static_cast<uint64_t>(shape.protocol) * connections + ring_index(mesh, channel, mesh.rank());
-    mesh.to(peer).put_value(a.rings.freed_at + counter * 8, cursor.received);
+    mesh.to(peer).put_value(in_part(a.rings.freed_at + counter * 8, records_of(mesh, peer)), cursor.received);
   }
   cursor.chunk += turn.chunks;
   if (cursor.chunk < turn.step->count) return;

@@ -62,7 +62,9 @@ template <class MeshT>
 WEFT_DEVICE void grant_loans(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block,
                              uint64_t tag) {
   const auto peer = static_cast<uint32_t>(block.recv_peer);
-  const uint64_t at = a.rings.grants_at + ring_index(mesh, block.channel, mesh.rank()) * sizeof(Grant);
+  const uint64_t at =
+      in_part(a.rings.grants_at + ring_index(mesh, block.channel, mesh.rank()) * sizeof(Grant),
+              records_of(mesh, peer));
   Grant grant{};
   auto to_peer = mesh.to(peer);
   for (uint32_t i = 0; i < 3; ++i) {

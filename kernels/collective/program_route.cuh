@@ -17,6 +17,13 @@ struct Lack {
   uint64_t seen;
 };
 
+// How many messages of a ring the peer has read.
+template <class MeshT>
+WEFT_DEVICE const uint64_t* freed_by(const ProgramArgs& a, const MeshT& mesh, uint32_t peer,
+                                     uint64_t counter) {
+  return word_from(mesh, peer, a.rings.freed_at) + counter;
+}
+
 // One look: whether everything the step needs is there. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
@@ -34,11 +41,11 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
     const RingPlace ring = ring_of(a, mesh, shape, channel, peer, false, cursor.received);
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple)) {
-      const auto* arrived = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.arrived_at);
+      const uint64_t* arrived = word_from(mesh, peer, a.rings.arrived_at);
       const uint64_t seen = load_acquire(&arrived[ring_index(mesh, channel, peer)]);
       if (seen <= cursor.received) return lack = {peer, cursor.received + 1, seen}, false;
     } else if (!may_wait_in_data && turn.units > 0) {
-      const Slot slot{mesh.local() + ring.slot_at,
+      const Slot slot{mesh.local() + ring.slot_at + payload_of(mesh, peer),
                       message_tag(cursor.received, cursor.salt + mark_of(a, cursor, turn))};
       const bool has_arrived = shape.protocol == static_cast<int64_t>(Protocol::kLl)
                                    ? message::LlSlots::arrived(slot, turn.units - 1)
@@ -49,8 +56,7 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
   if (turn.sends) {
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
     const RingPlace ring = ring_of(a, mesh, shape, channel, peer, true, cursor.sent);
-    const auto* freed = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at);
-    const uint64_t seen = load_acquire(&freed[ring.counter]);
+    const uint64_t seen = load_acquire(freed_by(a, mesh, peer, ring.counter));
     if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
     if (wants_grant(a, mesh, shape, turn)) {
       const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->tag);
@@ -69,8 +75,7 @@ WEFT_DEVICE bool all_is_read(const ProgramArgs& a, const MeshT& mesh, const Shap
   const ProgramBlock& block = a.blocks[cursor.number];
   const auto peer = static_cast<uint32_t>(block.send_peer);
   const RingPlace ring = ring_of(a, mesh, shape, block.channel, peer, true, cursor.sent);
-  const uint64_t seen =
-      load_acquire(reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at) + ring.counter);
+  const uint64_t seen = load_acquire(freed_by(a, mesh, peer, ring.counter));
   return seen >= cursor.sent || (lack = {peer, cursor.sent, seen}, false);
 }
 
@@ -79,7 +84,7 @@ WEFT_DEVICE const MessageHeader* header_of(const ProgramArgs& a, const MeshT& me
                                            const Cursor& cursor) {
   const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
   return reinterpret_cast<const MessageHeader*>(
-      mesh.local() + header_at(a, mesh, turn.block->channel, peer, cursor.received));
+      mesh.local() + header_at(a, mesh, turn.block->channel, peer, cursor.received) + records_of(mesh, peer));
 }
 
 // Where the message that came is, by its header; false where it is of another call or cannot be reached,
@@ -90,7 +95,8 @@ WEFT_DEVICE bool route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   const uint32_t channel = turn.block->channel;
   const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
   const uint32_t salt = cursor.salt + mark_of(a, cursor, turn);
-  route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
+  route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at +
+                  payload_of(mesh, peer),
               message_tag(cursor.received, salt)};
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return true;
   const MessageHeader* header = header_of(a, mesh, turn, cursor);
@@ -150,7 +156,8 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   std::byte* const there = mapped_window(mesh, peer);
   if constexpr (!MappedMeshOnly<MeshT>) {
     if (!there) {
-      route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent), cursor.sent};
+      route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent) + payload_of(mesh, peer),
+                   cursor.sent};
       if constexpr (LoanMesh<MeshT>) {
         if (lent_source(a, shape, turn).loan) {
           route.out = {};

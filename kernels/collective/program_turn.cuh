@@ -6,7 +6,7 @@
 
 #include "kernels/collective/message.cuh"
 #include "kernels/core/carver.h"
-#include "kernels/core/channel.cuh"
+#include "kernels/core/reach.cuh"
 
 namespace weft {
 
@@ -220,7 +220,8 @@ WEFT_DEVICE bool wants_grant(const ProgramArgs& a, const MeshT& mesh, const Shap
 }
 template <class MeshT>
 WEFT_DEVICE const Grant* grant_of(const ProgramArgs& a, const MeshT& mesh, uint32_t channel, uint32_t peer) {
-  return reinterpret_cast<const Grant*>(mesh.local() + a.rings.grants_at) + ring_index(mesh, channel, peer);
+  return reinterpret_cast<const Grant*>(mesh.local() + a.rings.grants_at + records_of(mesh, peer)) +
+         ring_index(mesh, channel, peer);
 }
 
 }  // namespace program

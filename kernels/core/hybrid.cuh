@@ -67,6 +67,11 @@ struct HybridMesh {
   WEFT_DEVICE uint32_t ranks() const { return mapped.ranks(); }
   WEFT_DEVICE std::byte* local() const { return mapped.local(); }
   WEFT_DEVICE std::byte* mapped_window(uint32_t peer) const { return mapped.to(peer).mapped(); }
+  WEFT_DEVICE auto places() const
+    requires requires(const PortPart& part) { part.places(); }
+  {
+    return port.places();
+  }
   WEFT_DEVICE void attend() const
     requires requires(const PortPart& part) { part.attend(); }
   {

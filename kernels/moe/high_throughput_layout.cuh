@@ -9,7 +9,7 @@
 // 48 + 4 * (R + local experts) bytes per peer.
 #pragma once
 
-#include "kernels/core/channel.cuh"
+#include "kernels/core/reach.cuh"
 #include "kernels/moe/high_throughput_args.h"
 #include "kernels/moe/routes.cuh"
 
@@ -157,6 +157,13 @@ WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, 
   return at.count_record + ((epoch & 1) * ranks + source) * at.record_words * 4;
 }
 
+// Where that of a source is found here.
+template <class MeshT>
+WEFT_DEVICE const std::byte* record_from(const MeshT& mesh, const HighThroughputOffsets& at, uint64_t epoch,
+                                         uint32_t source) {
+  return mesh.local() + records_of(mesh, source) + record_at(at, epoch, mesh.ranks(), source);
+}
+
 // rows_to[peer], u32[R] of shared memory, becomes how many tokens go to each peer. The block.
 WEFT_DEVICE void count_rows(const NotifyArgs& a, Block block, Warp warp, uint32_t* rows_to, uint32_t ranks) {
   for (uint32_t i = block.rank(); i < ranks; i += block.size()) rows_to[i] = 0;
@@ -205,7 +212,7 @@ WEFT_DEVICE void sum_counts(const NotifyArgs& a, Block block, const MeshT& mesh,
   const uint32_t ranks = mesh.ranks();
   constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
   auto record_of = [&](uint32_t source) {
-    return reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, ranks, source));
+    return reinterpret_cast<const uint32_t*>(record_from(mesh, a.at, epoch, source));
   };
   auto* per_rank = reinterpret_cast<RankCounts*>(a.report + 1);
   auto* per_expert = reinterpret_cast<int32_t*>(per_rank + ranks);
@@ -246,8 +253,8 @@ WEFT_DEVICE void compare_headers(const NotifyArgs& a, Warp warp, const MeshT& me
   const auto* mine = reinterpret_cast<const uint32_t*>(&a.mine);
   for (uint32_t first = 0; first < ranks; first += warp.size()) {
     const uint32_t rank = first + warp.rank();
-    const auto* theirs = reinterpret_cast<const uint32_t*>(
-        mesh.local() + record_at(a.at, epoch, ranks, rank < ranks ? rank : mesh.rank()));
+    const auto* theirs =
+        reinterpret_cast<const uint32_t*>(record_from(mesh, a.at, epoch, rank < ranks ? rank : mesh.rank()));
     const uint32_t word = first_difference(theirs, mine);
     const uint32_t disagreeing = warp.min(word == kAgreedWords ? ranks : rank);
     if (disagreeing == ranks) continue;
@@ -275,9 +282,10 @@ WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, co
   count_rows(a, block, warp, rows_to, ranks);
   if (takes_part) send_counts(a, block, warp, mesh, rows_to, epoch);
   if (warp.index() == 0) {
-    const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.count_signal);
-    const bool came = takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
-                                                   [&](uint32_t peer) { return signals + peer; });
+    const bool came =
+        takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait, [&](uint32_t peer) {
+          return word_from(mesh, peer, a.at.count_signal) + peer;
+        });
     if (warp.rank() == 0) *all_came = came ? 1 : 0;
   }
   block.sync();

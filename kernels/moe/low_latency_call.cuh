@@ -70,7 +70,16 @@ WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh,
     if (call.board.control) return call.board.control + (offset - call.region);
   return mesh.local() + offset;
 }
-// The same of a rank that this rank can store to; null for a port peer.
+// The same of what a peer puts there. Where a block watches, it copies to the board what ports put.
+template <class MeshT>
+WEFT_DEVICE std::byte* control_from(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
+                                    uint64_t offset) {
+  std::byte* at = control_at(call, mesh, offset);
+  if constexpr (kHasPorts<MeshT>)
+    if (!call.board.control) at += records_of(mesh, peer);
+  return at;
+}
+// The control area of a rank that this rank can store to; null for a port peer.
 template <class MeshT>
 WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
                                     uint64_t offset) {
@@ -87,7 +96,7 @@ WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint
     if (std::byte* at = near_control(call, mesh, peer, offset))
       return store_release(reinterpret_cast<uint64_t*>(at), value);
   }
-  mesh.to(peer).put_value(offset, value);
+  mesh.to(peer).put_value(in_part(offset, records_of(mesh, peer)), value);
 }
 
 template <class MeshT>
@@ -164,10 +173,11 @@ WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const 
 WEFT_DEVICE uint64_t call_number(const LowLatencyCall& call, uint64_t started) {
   return (call.phases & kPhaseSend) == 0 ? started : started / kLaunchShare + 1;
 }
+// u64[2][ranks], of which a peer tells [half][peer]: the last call of the half that it has read.
 template <class MeshT>
-WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh) {
+WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer) {
   return reinterpret_cast<const uint64_t*>(
-      control_at(call, mesh, call.region + low_latency_control(mesh.ranks()).consumed));
+      control_from(call, mesh, peer, call.region + low_latency_control(mesh.ranks()).consumed));
 }
 
 template <class MeshT>
@@ -177,8 +187,8 @@ WEFT_DEVICE Joined join(const LowLatencyCall& call, Block block, Warp warp, cons
   if (warp.rank() == 0) joined.started = join_launch(call, block, mesh);
   joined.gave_up = load_gave_up(call.wait);
   // Mostly these acknowledgements came long ago.
-  const uint64_t* consumed = consumed_calls(call, mesh);
   if (warp.rank() < mesh.ranks()) {
+    const uint64_t* consumed = consumed_calls(call, mesh, warp.rank());
     joined.even = load_signal(consumed + warp.rank());
     joined.odd = load_signal(consumed + mesh.ranks() + warp.rank());
   }
@@ -197,7 +207,7 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     if (is_masked(call, peer)) continue;
     const uint64_t word = control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
     if (is_port(mesh, peer))
-      mesh.to(peer).put_value(word, state->received[half.parity]);
+      mesh.to(peer).put_value(in_part(word, records_of(mesh, peer)), state->received[half.parity]);
     else
       store_after_launch(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, word)),
                          state->received[half.parity]);
@@ -220,7 +230,6 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
                            uint64_t* shared_epoch, uint32_t* present, Site site) {
   const Span traced(call.wait.trace, Work::kLowLatencyBegin, warp.rank() == 0);
   const uint64_t number = call_number(call, warp.broadcast(joined.started));
-  const uint64_t* consumed = consumed_calls(call, mesh);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
   const bool all_left = is_void(call.wait, joined.gave_up);
@@ -230,8 +239,8 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
     const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
-      takes_part =
-          await(call, mesh, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
+      takes_part = await(call, mesh, consumed_calls(call, mesh, peer) + epoch.parity * mesh.ranks() + peer,
+                         want, peer, site, 1, seen);
     present[peer] = takes_part ? 1 : 0;
   }
   if (warp.rank() == 0) *shared_epoch = number;

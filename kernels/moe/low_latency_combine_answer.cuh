@@ -250,7 +250,8 @@ struct MessageWeights {
       : c(combine), m(message), are_here(c.takes_own_weights() && c.keeps_own(m.owner)), moved(false) {
     told = !c.takes_own_weights()
                ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
-               : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token()));
+               : reinterpret_cast<const uint32_t*>(c.mesh.local() + payload_of(c.mesh, m.owner) +
+                                                   c.weights_at(m.owner, token()));
     if (are_here) moved = !c.has_sent_ids() && c.has_moved(token());
   }
   WEFT_DEVICE uint32_t token() const { return static_cast<uint32_t>(m.record[0]); }

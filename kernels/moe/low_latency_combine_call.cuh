@@ -207,6 +207,10 @@ struct Combine {
   WEFT_DEVICE uint64_t note_at(uint32_t owner) const {
     return part_at(false) + port_layout().notes + owner * port_layout().note.bytes;
   }
+  // The note that an owner has put here.
+  WEFT_DEVICE const std::byte* note_from(uint32_t owner) const {
+    return mesh.local() + payload_of(mesh, owner) + note_at(owner);
+  }
   WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
     return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
            peer * port_layout().note.bytes;
@@ -236,7 +240,7 @@ struct Combine {
   // Where reply `number` of a rank to this one stands.
   WEFT_DEVICE const std::byte* reply_of(uint32_t rank, uint32_t number) const {
     return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
-                           : mesh.local() + port_reply_at(number);
+                           : mesh.local() + payload_of(mesh, rank) + port_reply_at(number);
   }
   // Where replies cross once for each node.
   WEFT_DEVICE bool is_shared() const {
@@ -273,6 +277,8 @@ struct Combine {
     return word < batches().count ||
            (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
   }
+  // Of a source's words, those that ranks of this node move.
+  WEFT_DEVICE bool is_near_word(uint32_t word) const { return word >= batches().count; }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 

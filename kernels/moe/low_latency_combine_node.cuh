@@ -63,7 +63,7 @@ struct NodeBatch {
 // After the owner's note has come.
 template <class C>
 WEFT_DEVICE NodeBatch<C> node_batch(const C& c, uint32_t owner, uint32_t batch) {
-  const std::byte* share = c.mesh.local() + c.note_at(owner) + c.port_layout().note.share;
+  const std::byte* share = c.note_from(owner) + c.port_layout().note.share;
   return {c, owner, batch, batch * load_relaxed(reinterpret_cast<const uint32_t*>(share))};
 }
 

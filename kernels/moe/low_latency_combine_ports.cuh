@@ -81,7 +81,9 @@ WEFT_DEVICE void send_notes(const C& c) {
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
     const bool is_far = is_port(c.mesh, peer);
-    std::byte* at = is_far ? c.mesh.local() + c.outgoing_note_at(peer) : near_window(c.mesh, peer) + to;
+    const int64_t payload = payload_of(c.mesh, peer);
+    std::byte* at =
+        is_far ? c.mesh.local() + payload + c.outgoing_note_at(peer) : near_window(c.mesh, peer) + to;
     WEFT_ROLLED
     for (uint32_t batch = c.warp.index(); batch < c.batches().count; batch += c.block.warps()) {
       const uint32_t first = place_replies(c, batch, peer);
@@ -92,7 +94,9 @@ WEFT_DEVICE void send_notes(const C& c) {
     if (c.takes_own_weights() && !c.keeps_own(peer)) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
-      if (is_far) c.mesh.to(peer).put(OneThread{}, to, c.outgoing_note_at(peer), bytes);
+      if (is_far)
+        c.mesh.to(peer).put(OneThread{}, in_part(to, payload), in_part(c.outgoing_note_at(peer), payload),
+                            bytes);
       send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
     }
     c.block.sync();
@@ -109,12 +113,13 @@ class PortReplies {
 
   // Where reply `number` is built, if all to the batch fit.
   WEFT_DEVICE std::byte* at(uint32_t number) const {
-    return (near_ ? near_ : c_.mesh.local() + outbox_at()) + number * stride();
+    return (near_ ? near_ : c_.mesh.local() + payload() + outbox_at()) + number * stride();
   }
   // Where the next one is built. Where the outbox is full, those before it leave first.
   WEFT_DEVICE std::byte* place(const Message&, uint32_t, const uint32_t*) {
     if (!near_ && built_ - sent_ == c_.a.answer_room) {
-      c_.mesh.to(owner_).put(c_.warp, reply_at(sent_), outbox_at(), (built_ - sent_) * stride());
+      c_.mesh.to(owner_).put(c_.warp, in_part(reply_at(sent_), payload()), in_part(outbox_at(), payload()),
+                             (built_ - sent_) * stride());
       if (c_.warp.rank() == 0) c_.mesh.to(owner_).flush();
       c_.warp.sync();
       sent_ = built_;
@@ -132,8 +137,9 @@ class PortReplies {
     const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch_);
     const uint64_t value = c_.epoch.number * kWordEpoch | kWordDone | messages;
     if (!near_ && built != sent_)
-      return c_.mesh.to(owner_).put_with_signal(c_.warp, reply_at(sent_), outbox_at(),
-                                                (built - sent_) * stride(), word, value);
+      return c_.mesh.to(owner_).put_with_signal(c_.warp, in_part(reply_at(sent_), payload()),
+                                                in_part(outbox_at(), payload()), (built - sent_) * stride(),
+                                                in_part(word, port_places(c_.mesh).records), value);
     c_.warp.sync();
     if (c_.warp.rank() == 0) put_control(c_.a.call, c_.mesh, owner_, word, value);
   }
@@ -146,9 +152,10 @@ class PortReplies {
     return window ? window + reply_at(0) : nullptr;
   }
   WEFT_DEVICE uint64_t stride() const { return c_.port_layout().stride; }
+  WEFT_DEVICE int64_t payload() const { return port_places(c_.mesh).payload; }
   // Where the owner wants a reply.
   WEFT_DEVICE uint64_t reply_at(uint32_t number) const {
-    const auto* firsts = reinterpret_cast<const uint32_t*>(c_.mesh.local() + c_.note_at(owner_));
+    const auto* firsts = reinterpret_cast<const uint32_t*>(c_.note_from(owner_));
     return c_.port_reply_at(load_relaxed(firsts + batch_) + number);
   }
   WEFT_DEVICE uint64_t outbox_at() const {

@@ -60,8 +60,9 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   const uint32_t rank = c.slot_rank()[k];
   if (c.sums_own() && rank == c.mesh.rank()) return true;
   const uint32_t batch = token / c.a.call.batch_tokens;
-  const auto* word = reinterpret_cast<const uint64_t*>(control_at(
-      c.a.call, c.mesh, word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece)));
+  const auto* word = reinterpret_cast<const uint64_t*>(
+      control_from(c.a.call, c.mesh, rank,
+                   word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece)));
   const uint64_t start = cycles();
   uint64_t seen = 0;
   const bool came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone, rank,

@@ -60,7 +60,8 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
 // Where the next message of a batch to a rank is built: in the rank's window, or in the outbox for a port peer.
 template <class D>
 WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
-  if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, batch, d.sent()[rank]);
+  if (is_port(d.mesh, rank))
+    return d.mesh.local() + port_places(d.mesh).payload + d.outgoing_at(rank, batch, d.sent()[rank]);
   if (d.keeps_own(rank)) return d.own_message(batch, d.sent()[rank]);
   return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), batch)
                                                       : d.message_at(d.mesh.rank(), batch, d.sent()[rank]));

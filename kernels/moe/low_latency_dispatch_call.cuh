@@ -68,6 +68,9 @@ struct Dispatch {
   WEFT_DEVICE const std::byte* inbox(uint32_t source) const {
     return is_shared() ? near_window(mesh, a.carriers[ranks() + source]) : mesh.local();
   }
+  WEFT_DEVICE const std::byte* message_from(uint32_t source, uint32_t batch, uint32_t index) const {
+    return inbox(source) + payload_of(mesh, source) + message_at(source, batch, index);
+  }
   // Where there is a board, this rank's messages to itself stay in memory of its device.
   WEFT_DEVICE std::byte* own_message(uint32_t batch, uint32_t index) const {
     return a.call.board.own + epoch.parity * a.call.board.own_bytes +
@@ -83,6 +86,7 @@ struct Dispatch {
   WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
   WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
   WEFT_DEVICE bool awaits_word(uint32_t, uint32_t) const { return true; }
+  WEFT_DEVICE bool is_near_word(uint32_t) const { return false; }
   // A number of own_experts() or more: of another rank, or none.
   WEFT_DEVICE uint32_t own_expert(uint32_t in_head) const {
     return is_shared() ? in_head - mesh.rank() * local_experts() : in_head;
@@ -136,7 +140,7 @@ struct Dispatch {
                           uint64_t{source} * (kPorts ? port_count_words(local_experts()) : local_experts()));
   }
   WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
-    return reinterpret_cast<const uint64_t*>(control_at(a.call, mesh, counts_at(source))) + expert;
+    return reinterpret_cast<const uint64_t*>(control_from(a.call, mesh, source, counts_at(source))) + expert;
   }
 
   WEFT_DEVICE DispatchOutbox outbox() const {

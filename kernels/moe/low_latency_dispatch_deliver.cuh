@@ -24,12 +24,14 @@ WEFT_DEVICE Range counting_blocks(const D& d) {
 // The warp: sends a port peer its counts from the outbox, and the handshake behind them.
 template <class D>
 WEFT_DEVICE void send_counts_to_port(const D& d, uint32_t peer) {
-  auto* words = reinterpret_cast<uint64_t*>(d.mesh.local() + d.outgoing_counts_at(peer));
+  const int64_t places = records_of(d.mesh, peer);
+  auto* words = reinterpret_cast<uint64_t*>(d.mesh.local() + places + d.outgoing_counts_at(peer));
   for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
     store_relaxed(&words[i], count_word(d.epoch.number, d.prefix()[peer * d.local_experts() + i]));
   d.warp.sync();
   if (d.warp.rank() != 0) return;
-  d.mesh.to(peer).put(OneThread{}, d.counts_at(d.mesh.rank()), d.outgoing_counts_at(peer),
+  d.mesh.to(peer).put(OneThread{}, in_part(d.counts_at(d.mesh.rank()), places),
+                      in_part(d.outgoing_counts_at(peer), places),
                       uint64_t{port_count_words(d.local_experts())} * 8);
   send_handshake(d.a.call, d.mesh, d.epoch, peer, 0);
 }
@@ -69,11 +71,14 @@ template <class D>
 WEFT_DEVICE void send_range(const D& d, uint32_t batch, uint32_t peer) {
   if (d.carrier_to(peer) != peer) return;
   const uint32_t count = d.sent()[peer];
-  const uint64_t word = word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch);
+  const PortPlaces places = port_places(d.mesh);
+  const uint64_t word =
+      in_part(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch), places.records);
   const uint64_t value = d.epoch.number * kWordEpoch | kWordDone | count;
   auto channel = d.mesh.to(peer);
   if (count == 0) return channel.put_value(word, value);
-  channel.put_with_signal(OneThread{}, d.message_at(d.mesh.rank(), batch, 0), d.outgoing_at(peer, batch, 0),
+  channel.put_with_signal(OneThread{}, in_part(d.message_at(d.mesh.rank(), batch, 0), places.payload),
+                          in_part(d.outgoing_at(peer, batch, 0), places.payload),
                           (count - 1) * d.message().stride + d.message().bytes, word, value);
 }
 

@@ -190,9 +190,8 @@ struct Incoming {
       layout.lines = false;
       part = layout.range(split, d.a.receive_splits);
     }
-    message = reinterpret_cast<const Vec16*>(d.keeps_own(source)
-                                                 ? d.own_message(batch, index)
-                                                 : d.inbox(source) + d.message_at(source, batch, index));
+    message = reinterpret_cast<const Vec16*>(d.keeps_own(source) ? d.own_message(batch, index)
+                                                                 : d.message_from(source, batch, index));
     has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
     if (has_chunk) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
@@ -246,7 +245,7 @@ WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t bat
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
   if constexpr (D::kPorts)
     if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
-  return reinterpret_cast<const uint64_t*>(d.inbox(source) + at);
+  return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 
 // Waits until a batch's word reaches `want`, or, where lines may come instead, until the lines of the first

@@ -21,13 +21,14 @@ template <class MeshT>
 WEFT_DEVICE void send_handshake_to_port(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch,
                                         uint32_t peer, uint64_t dispatch_epoch) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const int64_t places = records_of(mesh, peer);
   const uint64_t from = outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake);
   const uint64_t to =
       call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
-  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(mesh.local() + from), dispatch_epoch);
-  mesh.to(peer).put_with_signal(OneThread{}, to, from, sizeof(LowLatencyHandshake),
-                                control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank()),
-                                epoch.number);
+  const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
+  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(mesh.local() + places + from), dispatch_epoch);
+  mesh.to(peer).put_with_signal(OneThread{}, in_part(to, places), in_part(from, places),
+                                sizeof(LowLatencyHandshake), in_part(arrived, places), epoch.number);
 }
 
 // One thread: publishes all earlier writes to the peer, together with this rank's arguments.
@@ -50,7 +51,7 @@ WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, 
                                  Site site) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
   const auto* signal = reinterpret_cast<const uint64_t*>(
-      control_at(call, mesh, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
+      control_from(call, mesh, source, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
   uint64_t seen = 0;
   return await(call, mesh, signal, epoch.number, source, site, 1, seen);
 }
@@ -60,8 +61,9 @@ template <class MeshT>
 WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
                         uint64_t dispatch_epoch) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  const auto* vecs = reinterpret_cast<const Vec16*>(control_at(call, mesh, call.region + at.handshake)) +
-                     (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
+  const auto* vecs =
+      reinterpret_cast<const Vec16*>(control_from(call, mesh, source, call.region + at.handshake)) +
+      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
   const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
   static_assert(LowLatencyHandshake::kWords == 6 && sizeof(LowLatencyHandshake) == 2 * sizeof(Vec16));
   WEFT_UNROLL

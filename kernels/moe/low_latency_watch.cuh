@@ -71,7 +71,8 @@ class Watcher {
     const uint32_t source = item / words_of_source(), word = item % words_of_source();
     if (word < c_.awaited_counts())
       return has_arrived(source) ? in_window(source, c_.counts_at(source) + uint64_t{word} * 8) : Watched{};
-    if (!c_.awaits_word(source, word - c_.awaited_counts())) return {};
+    const uint32_t awaited = word - c_.awaited_counts();
+    if (!c_.awaits_word(source, awaited) || (has_parts() && c_.is_near_word(awaited))) return {};
     const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
   }
@@ -86,15 +87,20 @@ class Watcher {
     return from(source, c_.mesh.local(), offset);
   }
   WEFT_DEVICE Watched from(uint32_t source, const std::byte* window, uint64_t offset) const {
-    if (source == c_.mesh.rank()) return {};
-    return {reinterpret_cast<const uint64_t*>(window + offset),
+    const int64_t places = records_of(c_.mesh, source);
+    if (source == c_.mesh.rank() || is_told_here(source)) return {};
+    return {reinterpret_cast<const uint64_t*>(window + places + offset),
             reinterpret_cast<uint64_t*>(control_at(c_.a.call, c_.mesh, offset))};
   }
+
+  // Where windows have two parts the board is the window's own control area: near peers store there.
+  WEFT_DEVICE bool has_parts() const { return port_places(c_.mesh).records != 0; }
+  WEFT_DEVICE bool is_told_here(uint32_t source) const { return has_parts() && !is_port(c_.mesh, source); }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
                             (uint64_t{epoch_.parity} * c_.ranks() + source) * sizeof(LowLatencyHandshake);
-    const auto* from = reinterpret_cast<const Vec16*>(c_.mesh.local() + offset);
+    const auto* from = reinterpret_cast<const Vec16*>(c_.mesh.local() + records_of(c_.mesh, source) + offset);
     auto* to = reinterpret_cast<Vec16*>(control_at(c_.a.call, c_.mesh, offset));
     for (uint32_t i = 0; i < sizeof(LowLatencyHandshake) / sizeof(Vec16); ++i)
       store_vec(to + i, load_vec_fresh(from + i));

@@ -20,11 +20,13 @@ struct Rendezvous {
 template <class MeshT>
 WEFT_DEVICE const RendezvousRecord* rendezvous_record(const Rendezvous& x, const MeshT& mesh, uint64_t epoch,
                                                       uint32_t peer) {
-  const auto* records = reinterpret_cast<const RendezvousRecord*>(mesh.local() + x.record_at);
+  const auto* records =
+      reinterpret_cast<const RendezvousRecord*>(mesh.local() + x.record_at + records_of(mesh, peer));
   return records + (epoch & 1) * mesh.ranks() + peer;
 }
 
-// One lane per peer. Peers behind ports get this rank's own copy of its record, and the signal behind it.
+// One lane per peer. Peers behind ports get this rank's own copy of its record, where ports put from, and the signal behind
+// it.
 template <class MeshT>
 WEFT_DEVICE void post_record_to_ports(const Rendezvous& x, Warp warp, const MeshT& mesh,
                                       const RendezvousRecord& mine, uint64_t epoch) {
@@ -35,11 +37,16 @@ WEFT_DEVICE void post_record_to_ports(const Rendezvous& x, Warp warp, const Mesh
     auto* record = reinterpret_cast<uint64_t*>(window + offset);
     for (uint32_t i = 0; i < sizeof(RendezvousRecord) / 8; ++i) store_relaxed(record + i, words[i]);
   };
-  if (warp.rank() == 0) write(mesh.local());
+  const int64_t places = port_places(mesh).records;
+  if (warp.rank() == 0) {
+    write(mesh.local());
+    if (places != 0) write(mesh.local() + places);
+  }
   warp.sync();
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (is_port(mesh, peer)) {
-      mesh.to(peer).put_with_signal(OneThread{}, offset, offset, sizeof(RendezvousRecord), signal, epoch);
+      mesh.to(peer).put_with_signal(OneThread{}, in_part(offset, places), in_part(offset, places),
+                                    sizeof(RendezvousRecord), in_part(signal, places), epoch);
       continue;
     }
     // This rank's own copy is the source of the puts before: it is not written again.
@@ -93,9 +100,9 @@ WEFT_DEVICE bool meet_peers(const Rendezvous& x, Block block, Warp warp, const M
       else
         post_record(x, warp, mesh, mine, epoch);
     }
-    const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
-    bool came = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
-                                             [&](uint32_t peer) { return signals + peer; });
+    bool came = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule, [&](uint32_t peer) {
+                  return word_from(mesh, peer, x.signal_at) + peer;
+                });
     bool same = true;
     for (uint32_t peer = warp.rank(); came && peer < mesh.ranks(); peer += warp.size()) {
       const RendezvousRecord* theirs = rendezvous_record(x, mesh, epoch, peer);

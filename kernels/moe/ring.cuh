@@ -32,7 +32,7 @@ template <class MeshT>
 WEFT_DEVICE bool await(const RingArgs& a, Block block, const MeshT& mesh, uint64_t signals_at, uint64_t want,
                        Site site, uint32_t* shared_flag) {
   if (block.rank() == 0) {
-    const auto* signal = reinterpret_cast<const uint64_t*>(mesh.local() + signals_at) + a.side;
+    const uint64_t* signal = word_from(mesh, a.peer, signals_at) + a.side;
     uint64_t seen = 0;
     uint64_t waited_ns = 0;
     const Span traced(a.wait.trace, site, a.peer);
@@ -86,13 +86,16 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   const uint64_t slot = ring::slot_of(a, a.at.slots, number),
                  outgoing = ring::slot_of(a, a.at.outbox, number);
   const bool is_far = is_port(mesh, a.peer);
-  std::byte* to = is_far ? mesh.local() + outgoing : near_window(mesh, a.peer) + slot;
+  const int64_t payload = payload_of(mesh, a.peer);
+  std::byte* to = is_far ? mesh.local() + payload + outgoing : near_window(mesh, a.peer) + slot;
   ring::move_message(a, block, warp, shape, to, a.data);
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
   const uint64_t arrived = a.at.arrived + a.side * sizeof(uint64_t);
   put_word(mesh, a.peer, ring::size_at(a, number), a.bytes);
   if (is_far)
-    mesh.to(a.peer).put_with_signal(OneThread{}, slot, outgoing, round_up(a.bytes, 16), arrived, number);
+    mesh.to(a.peer).put_with_signal(OneThread{}, in_part(slot, payload), in_part(outgoing, payload),
+                                    round_up(a.bytes, 16), in_part(arrived, records_of(mesh, a.peer)),
+                                    number);
   else
     put_word(mesh, a.peer, arrived, number);
   advance(a.state);
@@ -106,10 +109,10 @@ WEFT_KERNEL void ring_receive(const RingArgs& a, const MeshT& mesh, const Shape&
   auto* flag = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t number = a.state->epoch + 1;
   if (!ring::await(a, block, mesh, a.at.arrived, number, Site::kRingReceive, flag)) return;
-  const uint64_t sent_bytes =
-      load_relaxed(reinterpret_cast<const uint64_t*>(mesh.local() + ring::size_at(a, number)));
+  const uint64_t sent_bytes = load_relaxed(word_from(mesh, a.peer, ring::size_at(a, number)));
   if (sent_bytes == a.bytes) {
-    ring::move_message(a, block, warp, shape, a.data, mesh.local() + ring::slot_of(a, a.at.slots, number));
+    ring::move_message(a, block, warp, shape, a.data,
+                       mesh.local() + payload_of(mesh, a.peer) + ring::slot_of(a, a.at.slots, number));
   } else if (block.index() == 0 && block.rank() == 0) {
     raise(a.wait.fault, Site::kRingBytes, a.wait.self, a.peer, a.bytes, sent_bytes, 0);
   }

@@ -96,7 +96,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
     const auto count = static_cast<uint32_t>(a_.routes.batch_count[row]);
     if (count == 0) return;
     if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kCombineSlot, turn)) return;
-    std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
+    std::byte* slot = own_slot(mesh_, a_.at, ring, state.slots);
     const uint32_t before = state.at;
     const uint32_t end = count - state.moved < slot_messages() ? count : state.moved + slot_messages();
     for (; state.at < end; ++state.at) {
@@ -166,7 +166,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
   WEFT_DEVICE const std::byte* next_sum(uint32_t batch, uint32_t island, const RingState* states) const {
     const uint64_t rings = a_.at.island_rings;
     const uint32_t taken = states[island].moved;
-    return mesh_.local() +
+    return mesh_.local() + payload_of(mesh_, a_.islands.hub(mesh_.rank(), island)) +
            slot_at(a_.at, rings, ring_number(a_.islands, island, batch), taken / slot_messages()) +
            taken % slot_messages() * stride();
   }
@@ -182,7 +182,8 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       RingState state = states[island];
       if (state.at > state.moved) continue;
       const Ring ring = ring_from(batch, island);
-      state.at = static_cast<uint32_t>(read_word(warp_, mesh_, ring.own_word, epoch_) & kRingCount);
+      state.at =
+          static_cast<uint32_t>(read_word(warp_, mesh_, ring.peer, ring.own_word, epoch_) & kRingCount);
       if (state.at <= state.moved) {
         turn.waits_for({Site::kCombineSum, ring.peer, state.moved + 1, state.at});
         return false;

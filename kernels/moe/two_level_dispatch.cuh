@@ -85,7 +85,7 @@ class DispatchBatches {
     const Ring ring = ring_to(batch, island);
     if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kDispatchSlot, turn)) return;
     const BatchRange range = batch_range(a_.base.tokens, batch, a_.islands.batches);
-    std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
+    std::byte* slot = own_slot(mesh_, a_.at, ring, state.slots);
     uint32_t built = 0;
     for (; range.first + state.at < range.end; ++state.at) {
       const int32_t number = number_of(range.first + state.at, island);
@@ -138,12 +138,12 @@ class DispatchBatches {
     RingState state = kept;
     const Ring ring = ring_from(batch, i);
     if (state.is_done || !are_there(ring.peer, own_)) return;
-    const uint64_t word = read_word(warp_, mesh_, ring.own_word, epoch_);
+    const uint64_t word = read_word(warp_, mesh_, ring.peer, ring.own_word, epoch_);
     const auto come = static_cast<uint32_t>(word & kRingCount);
     const bool is_last = (word & kRingDone) != 0;
     if (come == state.moved && !is_last)
       return turn.waits_for({Site::kDispatchForward, ring.peer, state.moved + 1, come});
-    const std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
+    const std::byte* slot = own_slot(mesh_, a_.at, ring, state.slots);
     const uint32_t left = come - state.moved;
     const uint32_t count = left < slot_messages() ? left : slot_messages();
     for (uint32_t m = 0; m < count; ++m) hand_on_message(ring.peer, slot + m * form_.stride);

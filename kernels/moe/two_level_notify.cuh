@@ -95,10 +95,12 @@ WEFT_DEVICE void send_counts(const TwoLevelNotifyArgs& a, Block block, Warp warp
   for (uint32_t peer = warp.index(); peer < ranks; peer += block.warps()) {
     const bool is_far = is_port(mesh, peer);
     const uint64_t outgoing = a.at.counts_out + ((epoch & 1) * ranks + peer) * a.base.at.record_words * 4;
-    std::byte* at = is_far ? mesh.local() + outgoing : near_window(mesh, peer) + to;
+    const int64_t places = records_of(mesh, peer);
+    std::byte* at = is_far ? mesh.local() + outgoing + places : near_window(mesh, peer) + to;
     write_record(a, warp, reinterpret_cast<uint32_t*>(at), ranks, peer, rows_to, pairs_to);
     if (is_far)
-      mesh.to(peer).put_with_signal(warp, to, outgoing, bytes, signal, epoch);
+      mesh.to(peer).put_with_signal(warp, in_part(to, places), in_part(outgoing, places), bytes,
+                                    in_part(signal, places), epoch);
     else if (warp.rank() == 0)
       put_word(mesh, peer, signal, epoch);
   }
@@ -117,8 +119,8 @@ WEFT_DEVICE void place_returns(const TwoLevelNotifyArgs& a, Block block, const M
     uint32_t rows = 0;
     for (uint32_t source = 0; source < ranks; ++source) {
       if (is.hub(source, island) != hub) continue;
-      const auto* record = reinterpret_cast<const uint32_t*>(
-          mesh.local() + notify::record_at(a.base.at, epoch, ranks, source));
+      const auto* record =
+          reinterpret_cast<const uint32_t*>(notify::record_from(mesh, a.base.at, epoch, source));
       for (uint32_t i = 0; i < is.size(island); ++i) {
         const uint32_t member = is.member(island, i);
         if (is_mine) a.routes.back_first[source * is.widest + i] = static_cast<int32_t>(rows);
@@ -137,7 +139,7 @@ WEFT_DEVICE void sum_pairs(const TwoLevelNotifyArgs& a, Block block, const MeshT
   const Islands& is = a.islands;
   const auto pairs = [&](uint32_t source, uint32_t island) {
     const auto* record =
-        reinterpret_cast<const uint32_t*>(mesh.local() + notify::record_at(a.base.at, epoch, ranks, source));
+        reinterpret_cast<const uint32_t*>(notify::record_from(mesh, a.base.at, epoch, source));
     return static_cast<int32_t>(record[pair_word(a, ranks, island)]);
   };
   for (uint32_t source = block.rank(); source < ranks; source += block.size())
@@ -193,9 +195,10 @@ WEFT_DEVICE void exchange_counts(const TwoLevelNotifyArgs& a, Block block, Warp 
   count_pairs(a, block, warp, pairs_to, ranks);
   if (takes_part) send_counts(a, block, warp, mesh, rows_to, pairs_to, epoch);
   if (warp.index() == 0) {
-    const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.base.at.count_signal);
-    const bool came = takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.base.wait,
-                                                   [&](uint32_t peer) { return signals + peer; });
+    const bool came =
+        takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.base.wait, [&](uint32_t peer) {
+          return word_from(mesh, peer, a.base.at.count_signal + peer * 8);
+        });
     if (warp.rank() == 0) *all_came = came ? 1 : 0;
   }
   block.sync();

@@ -45,9 +45,9 @@ WEFT_DEVICE uint64_t slot_at(const TwoLevelOffsets& at, uint64_t rings, uint64_t
 // The count in a word, if the word is of this call; else 0. The messages or slots that it counts are visible
 // afterwards.
 template <class MeshT>
-WEFT_DEVICE uint64_t read_word(Warp warp, const MeshT& mesh, uint64_t at, uint64_t epoch) {
+WEFT_DEVICE uint64_t read_word(Warp warp, const MeshT& mesh, uint32_t peer, uint64_t at, uint64_t epoch) {
   uint64_t value = 0;
-  if (warp.rank() == 0) value = load_acquire(reinterpret_cast<const uint64_t*>(mesh.local() + at));
+  if (warp.rank() == 0) value = load_acquire(word_from(mesh, peer, at));
   value = warp.broadcast(value);
   return value >> 32 == (epoch & 0xffffffffu) ? value & 0xffffffffu : 0;
 }
@@ -71,11 +71,18 @@ struct Ring {
   uint64_t peer_word;
 };
 
+// This rank's end of a slot: number `slots` of those that the ring has had.
+template <class MeshT>
+WEFT_DEVICE std::byte* own_slot(const MeshT& mesh, const TwoLevelOffsets& at, const Ring& ring,
+                                uint32_t slots) {
+  return mesh.local() + payload_of(mesh, ring.peer) + ring.own_slots + (slots % kHubSlots) * at.slot_bytes;
+}
+
 // A sender's next slot: whether there is one, else what it waits for.
 template <class MeshT>
 WEFT_DEVICE bool has_slot(Warp warp, const MeshT& mesh, const Ring& ring, const RingState& state,
                           uint64_t epoch, Site site, Turn& turn) {
-  const uint64_t taken = read_word(warp, mesh, ring.own_word, epoch);
+  const uint64_t taken = read_word(warp, mesh, ring.peer, ring.own_word, epoch);
   if (state.slots < taken + kHubSlots) return true;
   turn.waits_for({site, ring.peer, state.slots + 1 - kHubSlots, taken});
   return false;
@@ -88,8 +95,10 @@ WEFT_DEVICE void send_slot(Warp warp, const MeshT& mesh, const TwoLevelOffsets& 
   const uint64_t value = word_of(epoch, state.moved | (state.is_done ? kRingDone : 0));
   const uint64_t slot = (state.slots % kHubSlots) * at.slot_bytes;
   if (bytes != 0) {
-    mesh.to(ring.peer).put_with_signal(warp, ring.peer_slots + slot, ring.own_slots + slot, bytes,
-                                       ring.peer_word, value);
+    const int64_t payload = payload_of(mesh, ring.peer);
+    mesh.to(ring.peer).put_with_signal(warp, in_part(ring.peer_slots + slot, payload),
+                                       in_part(ring.own_slots + slot, payload), bytes,
+                                       in_part(ring.peer_word, records_of(mesh, ring.peer)), value);
     ++state.slots;
     return;
   }

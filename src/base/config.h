@@ -68,7 +68,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(transport, std::string, "auto", "transports to choose from for each peer, with commas between, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
-  WEFT_OPTION(port_windows, std::string, "auto", "where GPU ranks with port peers keep windows. device: GPU memory, which every network must reach; host: pinned memory; auto: device if every network reaches it", one_of("auto", "device", "host").on_all_ranks()) \
+  WEFT_OPTION(port_windows, std::string, "auto", "where GPU ranks with port peers keep windows. device: GPU memory, which every network must reach; host: pinned memory; auto: device if every network reaches it, else only what ports write in memory of the host", one_of("auto", "device", "host").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "low-latency calls of at most this many tokens a rank send lines without fences, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
   WEFT_OPTION(low_latency_constants, std::string, "never", "which arguments low-latency kernels are compiled for. never: none; sizes: those that all calls of a buffer with such rows have; calls: also those that the number of tokens decides", one_of("never", "sizes", "calls")) \
   WEFT_OPTION(low_latency_bulk, std::string, "auto", "how rows go where P2PAllToAll bounds its SMs. auto: by bulk copies where GPUs have few SMs for many tokens; always: wherever it can be, on the CPU too; never: by loads and stores", one_of("auto", "never", "always").on_all_ranks()) \
@@ -102,6 +102,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; a semicolon begins those of the host's next rank; empty takes one near the GPU, and ranks take turns") \
   WEFT_OPTION(proxies, int64_t, 0, "proxy threads per rank with port peers; 0 takes up to 4, no more than spare cores", between(0, 64)) \
   WEFT_OPTION(proxy_fifo, int64_t, 2048, "commands that fit the queue of a proxy thread; a power of two", between(2, 1 << 20)) \
+  WEFT_OPTION(proxy_copies, std::string, "own", "CUDA context of the copies that the provider cuda makes for kernels: own, or that of the program (primary), whose threads may hold its lock while they wait", one_of("own", "primary")) \
   WEFT_OPTION(proxy_idle_s, double, 5.0, "a proxy thread without work looks only every 2 ms after so many seconds") \
   WEFT_OPTION(proxy_bytes_in_flight, int64_t, 0, "bytes that the proxy transport has under way at most; 0: by NIC family") \
   WEFT_OPTION(proxy_writes_in_flight, int64_t, 0, "writes that the proxy transport has under way at most; 0: by NIC family") \

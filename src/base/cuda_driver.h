@@ -88,6 +88,7 @@ constexpr int CU_MEMORYTYPE_DEVICE = 2;
 // Virtual memory management
 constexpr int CU_MEM_ALLOCATION_TYPE_PINNED = 1;
 constexpr int CU_MEM_LOCATION_TYPE_DEVICE = 1;
+constexpr int CU_MEM_LOCATION_TYPE_HOST_NUMA = 3;
 constexpr int CU_MEM_HANDLE_TYPE_NONE = 0;
 constexpr int CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1;
 constexpr int CU_MEM_HANDLE_TYPE_FABRIC = 8;

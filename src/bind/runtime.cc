@@ -206,6 +206,7 @@ void bind_communicator(nb::module_& module) {
       .def_fact("why_not_all_mapped", &Communicator::why_not_all_mapped)
       .def_fact("device", [](const Communicator& comm) { return text("{}", comm.device()); })
       .def_fact("sharing", [](const Communicator& comm) { return text("{}", comm.sharing()); })
+      .def_fact("port_placement", [](const Communicator& comm) { return comm.port_placement(); })
       .def_fact("facts",
                 [](const Communicator& comm) {
                   nb::list list;

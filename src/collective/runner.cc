@@ -107,7 +107,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
   WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + 2 * sizeof(uint64_t)));
-  WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
+  WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end, plan.end));
   WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
   runner->visible_ = std::move(visible);

@@ -72,15 +72,29 @@ Result<const Transport*> who_brings_memory(const std::vector<std::vector<const T
   return brings;
 }
 
-Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals, std::string_view wanted) {
-  if (wanted == "host") return PortWindows{false, "WEFT_PORT_WINDOWS=host"};
-  for (size_t rank = 0; rank < refusals.size(); ++rank) {
-    if (refusals[rank].empty()) continue;
-    const std::string why = text("rank {}: {}", rank, refusals[rank]);
-    if (wanted == "device") return Status::make(Code::kUnsupported, "WEFT_PORT_WINDOWS=device: {}", why);
-    return PortWindows{false, why};
-  }
-  return PortWindows{true, "the network reaches them on every rank"};
+namespace {
+
+// The first rank that says why it cannot; empty: none does.
+std::string first_refusal(const std::vector<std::string>& refusals) {
+  for (size_t rank = 0; rank < refusals.size(); ++rank)
+    if (!refusals[rank].empty()) return text("rank {}: {}", rank, refusals[rank]);
+  return "";
+}
+
+}  // namespace
+
+Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals,
+                                        const std::vector<std::string>& undivided, bool hosts_store_words,
+                                        std::string_view wanted) {
+  if (wanted == "host") return PortWindows{false, false, "WEFT_PORT_WINDOWS=host"};
+  const std::string unreached = first_refusal(refusals);
+  const std::string whole = hosts_store_words ? first_refusal(undivided) : "";
+  if (wanted == "device" && !(unreached + whole).empty())
+    return Status::make(Code::kUnsupported, "WEFT_PORT_WINDOWS=device: {}",
+                        whole.empty() ? unreached : whole);
+  if (!whole.empty()) return PortWindows{false, false, whole};
+  if (!unreached.empty()) return PortWindows{false, hosts_store_words, unreached};
+  return PortWindows{true, hosts_store_words, "the network reaches them on every rank"};
 }
 
 }  // namespace weft

@@ -39,11 +39,17 @@ Result<const Transport*> who_brings_memory(const std::vector<std::vector<const T
 
 // Where windows of GPUs with port peers lie; the same answer on every rank.
 struct PortWindows {
-  bool are_in_device = false;
+  bool are_in_device =
+      false;  // as far as the network has to reach them: whole, or with a host part what it puts as payload
+  bool have_host_part =
+      false;        // words and records of ports in memory of the host, what mapped peers write in the device
   std::string why;  // for people
 };
-// `refusals`: by rank, why its device's memory cannot be reached; empty where it can. `wanted`: WEFT_PORT_WINDOWS. All ranks
-// or none. Errors: kUnsupported for "device" where a rank cannot, naming it. Pure.
-Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals, std::string_view wanted);
+// `refusals`: by rank, why the network does not reach its device's memory; empty where it does. `undivided`: by rank, why its
+// windows cannot have a host part; empty where they can. `wanted`: WEFT_PORT_WINDOWS. All ranks or none. Errors: kUnsupported
+// for "device" where a rank cannot, naming it. Pure.
+Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals,
+                                        const std::vector<std::string>& undivided, bool hosts_store_words,
+                                        std::string_view wanted);
 
 }  // namespace weft

@@ -251,6 +251,7 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   }
   Result<std::unique_ptr<Link>> link = port->connect(group);
   port_reaches_gpus_ = caps_of(candidates, port).reaches_gpus;
+  port_stores_words_ = caps_of(candidates, port).hosts_store_words;
   if (link.ok()) {
     port_link_ = std::move(*link);
     log_info("rank {} of {}, node {}: {} ranks mapped, {} through {}: {}", rank_, size(), facts_[rank_].node,

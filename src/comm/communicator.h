@@ -71,6 +71,12 @@ class Communicator {
   // Ranks whose windows this rank can load from and store to, itself included, ascending.
   const std::vector<int>& mapped_ranks() const { return mapped_ranks_; }
   Sharing sharing() const { return sharing_; }
+  // Where windows with port peers lie. Those with a host part share the rest by near_sharing(); others lie whole as
+  // sharing() says.
+  const PortWindows& port_windows() const { return port_windows_; }
+  Sharing near_sharing() const { return near_sharing_; }
+  // The same for people; empty where there is nothing to choose.
+  std::string port_placement() const;
   // Bytes and descriptors among mapped_ranks().
   ParcelExchange& parcels() { return *parcels_; }
   // Reports which of mapped_ranks() have died.
@@ -128,6 +134,7 @@ class Communicator {
   Status agree_on_links(const Status& mine);
   Status choose_windows();
   Result<PortWindows> agree_on_port_windows();
+  Status try_host_part();
   Status try_device_memory();
   Result<std::vector<std::string>> show_all(std::string_view operation, const std::string& mine);
 
@@ -140,7 +147,8 @@ class Communicator {
   std::vector<ParcelAddress> addresses_;
   std::vector<const Transport*> transports_;
   std::vector<int> mapped_ranks_;
-  Sharing sharing_ = Sharing::kHostMemory;
+  Sharing sharing_ = Sharing::kHostMemory, near_sharing_ = Sharing::kHostMemory;
+  PortWindows port_windows_;
   std::string port_pair_;  // why_not_all_mapped()
   std::unique_ptr<Link> mapped_link_;
   std::shared_ptr<Link> memory_link_, port_link_;  // one where what brings memory reaches ports, too
@@ -148,7 +156,7 @@ class Communicator {
   uint64_t key_ = 0;
   std::string secret_;  // Group::secret
   int rank_ = 0;
-  bool port_reaches_gpus_ = false;  // Caps of port_link_'s transport
+  bool port_reaches_gpus_ = false, port_stores_words_ = false;  // Caps of port_link_'s transport
 
   struct KnownWindow {
     const std::byte* base = nullptr;  // null: gone, or never came to be

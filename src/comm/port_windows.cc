@@ -9,6 +9,33 @@
 
 namespace weft {
 
+namespace {
+
+std::string placement(const PortWindows& windows, Device device) {
+  const std::string own = text("memory of {}", device);
+  if (!windows.have_host_part) return windows.are_in_device ? own : "pinned memory of the host";
+  return text("{}, words of ports in memory of the host, their payload in {}", own,
+              windows.are_in_device ? own : "memory of the host");
+}
+
+// A range as a window would have it after it has grown, where it can grow.
+Result<std::shared_ptr<MappedRange>> make_probe(Device device, Sharing sharing, bool has_host_part) {
+  RangeOptions options{device, sharing};
+  options.reserve_bytes = options.least_bytes = 2 * kPartMultiple;
+  options.host_bytes = has_host_part ? kPartMultiple : 0;
+  WEFT_TRY_ASSIGN(auto probe, make_range(options));
+  if (has_host_part) WEFT_TRY(probe->extend(kPartMultiple).status());
+  const int segments = sharing == Sharing::kCudaVmm ? 2 : 1;
+  for (int i = 0; i < segments; ++i) WEFT_TRY(probe->extend(probe->granularity()).status());
+  return probe;
+}
+
+std::string why_not(const Status& tried) {
+  return tried.ok() ? "" : tried.message().empty() ? "?" : tried.message();
+}
+
+}  // namespace
+
 // Links are open by now: whether a network reaches a GPU's memory, only a NIC that is open can say.
 Status Communicator::choose_windows() {
   if (memory_link_) {
@@ -17,36 +44,50 @@ Status Communicator::choose_windows() {
   }
   bool is_pinned = false;
   if (port_link_) {
-    WEFT_TRY_ASSIGN(const PortWindows windows, agree_on_port_windows());
-    is_pinned = !windows.are_in_device;
+    WEFT_TRY_ASSIGN(port_windows_, agree_on_port_windows());
+    is_pinned = !port_windows_.are_in_device || port_windows_.have_host_part;
     if (!device().is_host())
-      log_info("rank {}: windows lie in {}: {}", rank_,
-               is_pinned ? text("pinned memory of the host") : text("memory of {}", device()), windows.why);
+      log_info("rank {}: windows lie in {}: {}", rank_, placement(port_windows_, device()),
+               port_windows_.why);
   }
   WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, is_pinned));
+  near_sharing_ = sharing_;
+  if (port_windows_.have_host_part) {
+    WEFT_TRY_ASSIGN(near_sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, false));
+  }
   return {};
 }
 
-// All ranks call it where any has a port peer. On the CPU there is nothing to choose, but a rank with a GPU may be there.
-Result<PortWindows> Communicator::agree_on_port_windows() {
-  const std::string& wanted = config().port_windows;
-  const Status tried = wanted == "host" || device().is_host() ? Status() : try_device_memory();
-  const std::string refusal = tried.ok() ? "" : tried.message().empty() ? "?" : tried.message();
-  WEFT_TRY_ASSIGN(const std::vector<std::string> refusals, bootstrap_->all_gather(refusal, deadline()));
-  return choose_port_windows(refusals, wanted);
+std::string Communicator::port_placement() const {
+  if (!port_link_ || device().is_host()) return "";
+  return text("{}: {}", placement(port_windows_, device()), port_windows_.why);
 }
 
-// Tries it with memory as a window would have it after it has grown, where it can grow.
+// All ranks call it where any has a port peer. On the CPU the parts are mappings of their own, and a rank with a GPU may be
+// there.
+Result<PortWindows> Communicator::agree_on_port_windows() {
+  const std::string& wanted = config().port_windows;
+  const bool tries = wanted != "host" && !device().is_host();
+  const Status divided = tries && port_stores_words_ ? try_host_part() : Status();
+  Status reached = tries && divided.ok() ? try_device_memory() : Status();
+  if (device().is_host() && wanted == "auto")
+    reached = Status::make(Code::kUnsupported, "on the CPU where WEFT_PORT_WINDOWS=device asks for it");
+  const auto all = [&](const Status& tried) { return bootstrap_->all_gather(why_not(tried), deadline()); };
+  WEFT_TRY_ASSIGN(const std::vector<std::string> undivided, all(divided));
+  WEFT_TRY_ASSIGN(const std::vector<std::string> refusals, all(reached));
+  return choose_port_windows(refusals, undivided, port_stores_words_, wanted);
+}
+
+Status Communicator::try_host_part() {
+  WEFT_TRY_ASSIGN(const Sharing sharing, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, false));
+  return make_probe(device(), sharing, true).status();
+}
+
 Status Communicator::try_device_memory() {
-  if (!port_reaches_gpus_)
+  if (!port_reaches_gpus_ && !port_stores_words_)
     return Status::make(Code::kUnsupported, "threads of the host store signals and small puts there");
   WEFT_TRY_ASSIGN(const Sharing sharing, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, false));
-  RangeOptions options{device(), sharing};
-  const uint32_t segments = sharing == Sharing::kCudaVmm ? 2 : 1;
-  constexpr uint64_t kMostGranularity = uint64_t{2} << 20;
-  options.reserve_bytes = options.least_bytes = segments * kMostGranularity;
-  WEFT_TRY_ASSIGN(const auto probe, make_range(options));
-  for (uint32_t i = 0; i < segments; ++i) WEFT_TRY(probe->extend(probe->granularity()).status());
+  WEFT_TRY_ASSIGN(const auto probe, make_probe(device(), sharing, false));
   return port_link_->try_device_memory(probe->base(), probe->bytes());
 }
 

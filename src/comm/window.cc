@@ -24,7 +24,7 @@ uint64_t reserve_bytes() {
 }
 
 // Addresses are set aside in whole multiples of this: the largest page size of any device.
-constexpr uint64_t kReserveMultiple = uint64_t{2} << 20;
+constexpr uint64_t kReserveMultiple = kPartMultiple;
 constexpr uint64_t kMostBytes = uint64_t{1} << 46;
 
 uint64_t round_up(uint64_t bytes, uint64_t multiple) {
@@ -90,9 +90,15 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 
 }  // namespace
 
-Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
+Window::Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes)
+    : comm_(std::move(comm)), number_(comm_->take_window_number()) {
+  if (comm_->port_windows().have_host_part) host_bytes_ = round_up(port_bytes, kPartMultiple);
+}
+
+Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes,
+                                               uint64_t port_bytes) {
   WEFT_TRY(comm->check_owner());
-  auto window = std::unique_ptr<Window>(new Window(std::move(comm)));
+  auto window = std::unique_ptr<Window>(new Window(std::move(comm), port_bytes));
   WEFT_TRY(window->change_size(bytes, "window.create"));
   window->comm_->add_window(window->number_, window->local(), window->bytes(), window->table());
   window->is_known_ = true;
@@ -113,14 +119,33 @@ Status Window::grow(uint64_t at_least_bytes) {
   return Status();
 }
 
-// Every rank adds a segment and offers it, all import all offers, all agree that it worked. A failure
-// anywhere is told in one of the exchanges, and then every rank goes back to where it was.
-Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) {
+// The first segment of every range, among ranks that map each other.
+Status Window::add_host_part(uint64_t at_least_bytes, std::string_view operation) {
   comm_->parcels().begin_call();
   SegmentOffer offer;
   offer.asked_bytes = at_least_bytes;
   Parcel segment;
-  const Status added = add_segment(at_least_bytes, offer, segment);
+  Status added = make_ranges(at_least_bytes);
+  if (added.ok()) {
+    Result<Parcel> made = own_->extend(host_bytes_);
+    added = made.status();
+    if (made.ok()) segment = std::move(*made);
+  }
+  offer.segment_bytes = host_bytes_;
+  offer.process = process_key();
+  offer.local_name = own_ ? own_->local_name() : 0;
+  return exchange(added, offer, std::move(segment), operation);
+}
+
+// Every rank adds a segment and offers it, all import all offers, all agree that it worked. A failure
+// anywhere is told in one of the exchanges, and then every rank goes back to where it was.
+Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) {
+  const Status begun = has_host_part() && !own_ ? add_host_part(at_least_bytes, operation) : Status();
+  comm_->parcels().begin_call();
+  SegmentOffer offer;
+  offer.asked_bytes = at_least_bytes;
+  Parcel segment;
+  const Status added = begun.ok() ? add_segment(at_least_bytes, offer, segment) : begun;
   Status outcome = exchange(added, offer, std::move(segment), operation);
   const uint64_t bytes = bytes_ + (outcome.ok() ? offer.segment_bytes : 0);
   if (Link* ports = comm_->port_link()) {
@@ -136,8 +161,12 @@ Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) 
 }
 
 WindowView Window::view(uint64_t bytes) const {
-  const bool is_in_host = comm_->sharing() == Sharing::kCudaPinned;
-  return {number_, bytes, local(), bases_.data(), table_, is_in_host ? Device{} : comm_->device(), own_};
+  WindowView view{number_, bytes, local(), bases_.data(), table_, is_pinned() ? Device{} : comm_->device()};
+  view.host_bytes = host_bytes_;
+  view.before = before_base(host_bytes_);
+  view.payload_in_place = has_host_part() && comm_->port_windows().are_in_device;
+  view.memory = own_;
+  return view;
 }
 
 namespace {
@@ -255,7 +284,8 @@ Status Window::make_ranges(uint64_t bytes) {
 Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
   RangeOptions options;
   options.device = comm_->device();
-  options.sharing = comm_->sharing();
+  options.sharing = has_host_part() ? comm_->near_sharing() : comm_->sharing();
+  options.host_bytes = host_bytes_;
   options.reserve_bytes = round_up(reserve_bytes(), kReserveMultiple);
   options.least_bytes = round_up(bytes, kReserveMultiple);
   return make_range(options);

@@ -31,11 +31,18 @@ class Window {
   // Collective. `bytes` (at least 1, the same on all ranks) is rounded up to pages; bytes() says to what.
   // Errors, the same on all ranks: kInvalid when ranks ask for different sizes; kCapacity or kSystem when a
   // rank cannot allocate or map, naming it; kPeerLost naming the rank that is gone or stayed away.
-  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Communicator> comm, uint64_t bytes);
+  // `port_bytes`: port peers write to the first so many bytes alone, at places that kernels take from PortPlaces
+  // (kernels/core/reach.cuh): then the window may have a host part for what they write. 0: they write anywhere, and all of it
+  // lies where they can.
+  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Communicator> comm, uint64_t bytes,
+                                                uint64_t port_bytes = 0);
   ~Window();
 
   Status check_owner() const { return comm_->check_owner("window"); }
   uint64_t bytes() const { return bytes_; }
+  // Whether it has a host part; else whether GPUs find all of it in pinned memory of the host.
+  bool has_host_part() const { return host_bytes_ > 0; }
+  bool is_pinned() const { return !has_host_part() && comm_->sharing() == Sharing::kCudaPinned; }
   // Among the windows of its communicator, the same on all ranks.
   int number() const { return number_; }
   // This process' mapping of a rank's window; null where the rank is not mapped.
@@ -56,8 +63,8 @@ class Window {
   Status grow(uint64_t at_least_bytes);
 
  private:
-  explicit Window(std::shared_ptr<Communicator> comm)
-      : comm_(std::move(comm)), number_(comm_->take_window_number()) {}
+  Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes);
+  Status add_host_part(uint64_t at_least_bytes, std::string_view operation);
   Status change_size(uint64_t at_least_bytes, std::string_view operation);
   Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment);
   Status exchange(const Status& added, const SegmentOffer& offer, Parcel segment, std::string_view operation);
@@ -75,8 +82,9 @@ class Window {
 
   std::shared_ptr<Communicator> comm_;
   uint64_t bytes_ = 0;
-  int number_;             // among the communicator's windows
-  bool is_known_ = false;  // to the communicator, by that number
+  uint64_t host_bytes_ = 0;  // of the host part
+  int number_;               // among the communicator's windows
+  bool is_known_ = false;    // to the communicator, by that number
   std::shared_ptr<MappedRange> own_;
   std::shared_ptr<LinkRange> brought_;  // own_, where the transport brings the memory; else null
   std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped

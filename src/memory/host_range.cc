@@ -38,11 +38,11 @@ Names& names() {
 }
 
 // Sets addresses aside: the wanted bytes, or the half, a quarter, ... where limits (RLIMIT_AS, sanitizers)
-// forbid it; and as many more as base_in() may skip.
-Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least) {
+// forbid it; and as many more as stand before them, and as base_in() may skip.
+Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least, uint64_t before) {
   for (uint64_t bytes = std::max(wanted, least);; bytes = std::max(bytes / 2, least)) {
-    void* at =
-        mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* at = mmap(nullptr, before + bytes + kHugePageBytes, PROT_NONE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at != MAP_FAILED) return std::pair{static_cast<std::byte*>(at), bytes};
     if (bytes == least)
       return logged(Status::from_errno(errno, "reserve {} bytes of addresses for a window", bytes));
@@ -79,9 +79,11 @@ void unpin(int ordinal, std::byte* at) {
 
 class HostRange : public MappedRange {
  public:
-  HostRange(std::byte* addresses, uint64_t reserved, Device device)
+  HostRange(std::byte* addresses, uint64_t reserved, uint64_t host_bytes, Device device)
       : addresses_(addresses),
-        base_(base_in(addresses)),
+        host_bytes_(host_bytes),
+        before_(before_base(host_bytes)),
+        base_(base_in(addresses) + before_),
         reserved_(reserved),
         device_(device),
         name_(random_key()) {
@@ -95,7 +97,7 @@ class HostRange : public MappedRange {
       names().all.erase(this);
     }
     unpin_to(0);
-    munmap(addresses_, reserved_ + kHugePageBytes);
+    munmap(addresses_, before_ + reserved_ + kHugePageBytes);
   }
 
   std::byte* base() const override { return base_; }
@@ -111,7 +113,7 @@ class HostRange : public MappedRange {
       return logged(Status::from_errno(errno, "size a window segment of {} bytes", bytes));
     // A sealed size: no peer can shrink the memory under another rank's loads.
     fcntl(segment.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-    WEFT_TRY(map(segment.get(), bytes));
+    WEFT_TRY(map(segment.get(), bytes, true));
     return Parcel{"", std::move(segment)};
   }
 
@@ -124,7 +126,7 @@ class HostRange : public MappedRange {
         static_cast<uint64_t>(info.st_size) != gap() + bytes)
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
-    return map(offer.fd.get(), bytes);
+    return map(offer.fd.get(), bytes, false);
   }
 
   void used() override {
@@ -137,28 +139,43 @@ class HostRange : public MappedRange {
     mmap(base_ + bytes, bytes_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
          -1, 0);
     bytes_ = bytes;
-    while (!segments_.empty() && segments_.back().begin >= bytes) segments_.pop_back();
+    while (!segments_.empty() && segments_.back().begin >= base_ + bytes) segments_.pop_back();
   }
 
   // In a forked child, where nothing can be reported: it has what the ranks see now, and keeps what it writes to itself.
   void become_private() const {
-    for (const Segment& segment : segments_)
-      (void)mmap(base_ + segment.begin, segment.bytes, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.file.get(), segment.offset);
+    if (host_part_.bytes > 0) become_private(host_part_);
+    for (const Segment& segment : segments_) become_private(segment);
   }
 
  private:
   struct Segment {
-    uint64_t begin, bytes;
-    off_t offset;  // in its file
+    std::byte* begin = nullptr;
+    uint64_t bytes = 0;
+    off_t offset = 0;  // in its file
     FileDescriptor file;
   };
 
-  Status map(int fd, uint64_t bytes) {
-    Segment segment{bytes_, bytes, static_cast<off_t>(gap()), FileDescriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0))};
-    if (!segment.file.is_open() || mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                                        fd, segment.offset) == MAP_FAILED)
+  static void become_private(const Segment& segment) {
+    (void)mmap(segment.begin, segment.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+               segment.file.get(), segment.offset);
+  }
+
+  // Mapped peers write to no host part but their own.
+  Status map(int fd, uint64_t bytes, bool is_owner) {
+    const bool is_host_part = host_bytes_ > 0 && host_part_.bytes == 0;
+    if (is_host_part && bytes != host_bytes_)
+      return Status::invalid("window: got a host part of {} bytes, allowed: {}", bytes, host_bytes_);
+    Segment segment{is_host_part ? base_ - before_ : base_ + bytes_, bytes, static_cast<off_t>(gap()),
+                    FileDescriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0))};
+    const int access = is_host_part && !is_owner ? PROT_READ : PROT_READ | PROT_WRITE;
+    if (!segment.file.is_open() ||
+        mmap(segment.begin, bytes, access, MAP_SHARED | MAP_FIXED, fd, segment.offset) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
+    if (is_host_part) {
+      host_part_ = std::move(segment);
+      return Status();
+    }
     segments_.push_back(std::move(segment));
     if (!device_.is_host()) {
       WEFT_TRY(logged(pin(device_.ordinal, base_ + bytes_, bytes)));
@@ -178,11 +195,13 @@ class HostRange : public MappedRange {
   uint64_t gap() const { return bytes_ % kHugePageBytes; }
 
   std::byte* const addresses_;
+  const uint64_t host_bytes_, before_;  // on the CPU: on GPUs all of it is memory of the host
   std::byte* const base_;
   const uint64_t reserved_;  // from base_
   const Device device_;      // whose kernels use it, too
   const uint64_t name_;
   uint64_t bytes_ = 0;
+  Segment host_part_;
   std::vector<Segment> segments_;
   std::vector<uint64_t> pinned_;  // where each pinned segment begins
   WindowHugePages huge_pages_;
@@ -208,8 +227,10 @@ void watch_forks() {
 
 Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options) {
   watch_forks();
-  WEFT_TRY_ASSIGN(const auto addresses, reserve(options.reserve_bytes, options.least_bytes));
-  auto range = std::make_shared<HostRange>(addresses.first, addresses.second, options.device);
+  WEFT_TRY_ASSIGN(const auto addresses,
+                  reserve(options.reserve_bytes, options.least_bytes, before_base(options.host_bytes)));
+  auto range =
+      std::make_shared<HostRange>(addresses.first, addresses.second, options.host_bytes, options.device);
   std::lock_guard lock(names().mutex);
   names().ranges[range->local_name()] = range;
   return std::shared_ptr<MappedRange>(range);

@@ -93,6 +93,8 @@ class IpcRange : public MappedRange {
 
 Result<std::shared_ptr<MappedRange>> make_ipc_range(const RangeOptions& options) {
   WEFT_TRY(cuda_driver().status());
+  if (options.host_bytes > 0)
+    return Status::make(Code::kUnsupported, "memory of host and GPU in one range: not with CUDA IPC");
   return std::shared_ptr<MappedRange>(std::make_shared<IpcRange>(options.device.ordinal));
 }
 

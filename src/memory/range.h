@@ -70,11 +70,22 @@ class MappedRange {
   virtual uint64_t local_name() const { return 0; }
 };
 
+// Bytes from the start of a range's host part to base(): the part, in whole huge pages, and addresses that nothing lies at.
+// Everything that is counted from a window's base then means one thing on all ranks.
+constexpr uint64_t kPartMultiple = uint64_t{2} << 20;
+constexpr uint64_t before_base(uint64_t host_bytes) {
+  return host_bytes == 0 ? 0
+                         : (host_bytes + kPartMultiple - 1) / kPartMultiple * kPartMultiple + kPartMultiple;
+}
+
 struct RangeOptions {
   Device device;
   Sharing sharing = Sharing::kHostMemory;
   uint64_t reserve_bytes = 0;  // addresses to set aside; where the system allows less, less
   uint64_t least_bytes = 0;    // ... but never below this
+  // Of memory of the host before base(), a multiple of kPartMultiple: the first segment of the range, of just so many bytes,
+  // which bytes() does not count. 0: none.
+  uint64_t host_bytes = 0;
 };
 
 // An empty range. Errors: kSystem when no addresses are left, kUnsupported when the device cannot share that

@@ -110,12 +110,15 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   const uint64_t bytes = round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), VisibleOffsets(ranks).end));
-  WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
+  WEFT_TRY_ASSIGN(auto window,
+                  Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes),
+                                 round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,
                   agree_on_low_latency(*comm, levels ? levels->islands() : IslandPlan{}));
+  terms.is_watched = limits.is_cuda && window->has_host_part();
   std::unique_ptr<LocalMemory> gave_up;
-  if (levels && comm->sharing() == Sharing::kCudaPinned) {  // what kernels ask again and again is near
+  if (levels && window->is_pinned()) {  // what kernels ask again and again is near
     WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));
     if (options.low_latency_bytes > 0) {
       WEFT_TRY_ASSIGN(terms.board, make_low_latency_board(*comm, options.low_latency_bytes, terms.islands));
@@ -142,7 +145,7 @@ Status MoeBuffer::open_trace() {
   trace_bytes_ = trace_bytes_of(config().trace_spans);
   if (trace_bytes_ == 0) return {};
   const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
-  if (levels_ && comm_->sharing() == Sharing::kCudaPinned) {
+  if (levels_ && window_->is_pinned()) {
     WEFT_TRY_ASSIGN(trace_memory_, LocalMemory::create(comm_->device(), trace_bytes_));
     return trace_memory_->write(0, &log, sizeof log);
   }

@@ -95,7 +95,7 @@ Status MoeBuffer::grow(uint64_t at_least_bytes) {
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
   // Memory of the host is pinned in parts, and CUDA copies nothing that lies in two of them.
-  heap_.extend(window_->bytes(), comm_->sharing() == Sharing::kCudaPinned);
+  heap_.extend(window_->bytes(), window_->is_pinned());
   return {};
 }
 

@@ -132,7 +132,8 @@ struct LowLatencyTerms {
   IslandPlan islands = {};  // none where all ranks map each other
   LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
   std::shared_ptr<LocalMemory> board =
-      {};  // of make_low_latency_board(): this rank's; null: kernels look at the window
+      {};                   // of make_low_latency_board(): this rank's; null: kernels look at the window
+  bool is_watched = false;  // a block polls for the others, as with a board; the window has a host part
 };
 // The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
 // and what serves the same region gets the same. Errors: kSystem where the device has no room.
@@ -228,7 +229,8 @@ class LowLatency {
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
-  bool has_board() const { return has_ports() && terms_.board != nullptr; }
+  // Whether a block watches for the others, and copies what ports tell to where they look.
+  bool has_board() const { return has_ports() && (terms_.board != nullptr || terms_.is_watched); }
   // Of this rank's control area, where its kernels look.
   std::byte* control() const;
   LowLatencyBoard board(uint64_t own_bytes) const;

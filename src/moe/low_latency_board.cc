@@ -48,11 +48,12 @@ Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& 
 }
 
 std::byte* LowLatency::control() const {
-  return has_board() ? terms_.board->data() : window_->local() + begin_;
+  return terms_.board ? terms_.board->data() : window_->local() + begin_;
 }
 
 LowLatencyBoard LowLatency::board(uint64_t own_bytes) const {
   if (!has_board()) return {};
+  if (!terms_.board) return {control(), nullptr, 0};
   const uint64_t control_end = low_latency_control(ranks()).end;
   const uint64_t half = (terms_.board->bytes() - control_end) / 2 / kLineBytes * kLineBytes;
   return {control(), own_bytes <= half ? control() + control_end : nullptr, half};
@@ -64,7 +65,7 @@ uint32_t* LowLatency::carriers() const {
 
 // Who makes a board writes them there. A buffer that serves no such calls has no region.
 Status LowLatency::write_carriers() const {
-  if (!has_ports() || has_board() || terms_.islands.count == 0 || half_bytes() == 0) return {};
+  if (!has_ports() || terms_.board || terms_.islands.count == 0 || half_bytes() == 0) return {};
   const std::vector<uint32_t> made = carriers_of(terms_.islands, ranks(), rank());
   const Device device = comm_->device();
   if (!device.is_host())

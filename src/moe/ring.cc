@@ -10,7 +10,7 @@ Result<std::unique_ptr<Ring>> Ring::create(MoeBuffer& buffer, uint64_t max_bytes
       "pp_set_config", {{"num_max_tensor_bytes", max_bytes}, {"num_max_inflight_tensors", in_flight}}));
   const bool has_ports = !buffer.communicator()->why_not_all_mapped().empty();
   const NeighbourPlan plan = plan_neighbours(max_bytes, in_flight, has_ports);
-  WEFT_TRY_ASSIGN(auto window, Window::create(buffer.communicator(), plan.at.end));
+  WEFT_TRY_ASSIGN(auto window, Window::create(buffer.communicator(), plan.at.end, plan.at.end));
   return std::unique_ptr<Ring>(new Ring(buffer, std::move(window), plan, max_bytes, in_flight));
 }
 

@@ -39,6 +39,8 @@ from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank
 
 PROVIDERS = ("fabric:tcp", "fabric:shm")
+# With that of GPUs of one host, which reaches their memory.
+WITH_GPUS = (*PROVIDERS, "cuda")
 # Ranks, and how many make a node: pairs of loners, two nodes of two, four loners.
 PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ranks_here(), 2)]
 ROOM = 1 << 20
@@ -177,7 +179,7 @@ def _collectives(rank: Rank) -> None:
             same(out, parts[root, me], "scatter")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_collective_agrees_with_torch(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +238,7 @@ def _replays(rank: Rank, replays: int) -> None:
     assert int(turn) == 2 + replays + replays // 50
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_captured_graph_replays_hundreds_of_times(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +277,7 @@ def test_a_killed_rank_is_named_before_the_deadline(
         assert waited_s < 60, message
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3), (64, 1536, 8, 8)], ids=str
@@ -289,10 +291,11 @@ def test_low_latency_rows_go_out_and_come_back(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("provider", ("fabric:tcp", "cuda"))
 def test_low_latency_graphs_replay_with_new_routes(
-    place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _use(monkeypatch, place[1], "fabric:tcp")
+    _use(monkeypatch, place[1], provider)
     run_on_gpus(place[0], _check_graph, deadline_s=DEADLINE_S)
 
 
@@ -327,7 +330,7 @@ def _replayed_round_trips(rank: Rank, replays: int) -> None:
     assert float(x[0, 0]) == (1 + replays) % 64  # the capture itself runs nothing
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_low_latency_graphs_replay_hundreds_of_times(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
@@ -373,13 +376,36 @@ def _high_throughput(rank: Rank) -> None:
     check_repeats(rank, case((100, 33), hidden=1024))
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WITH_GPUS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_high_throughput_agrees_with_the_oracle(
     place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use(monkeypatch, place[1], provider)
     run_on_gpus(place[0], _high_throughput, deadline_s=DEADLINE_S)
+
+
+def _payload_stays_on_gpus(rank: Rank) -> dict[str, int]:
+    """Both modes; how many bytes of puts went from or to memory of the host, and in all."""
+    buffer = weft.Buffer(rank.group, 64 << 20, timeout_s=TIMEOUT_S)
+    placement = str(_comm(rank).core.port_placement)
+    assert "words of ports in memory of the host, their payload in memory of cuda" in placement, placement
+    rank.kept["buffer"] = HostCalls(buffer)
+    tokens = tuple((33, 20, 7, 50)[r % 4] for r in range(rank.size))
+    check_round_trip(rank, MoeCase(tokens, hidden=2048, top_k=3, num_experts=8))
+    _check_shape(rank, (33, 512, 3, 4))
+    moved = {counted["operation"]: int(counted["bytes"]) for counted in _core.tally()["operations"]}
+    return {"all": moved["proxy.put"], "host": moved["proxy.put.host"]}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_no_payload_passes_through_memory_of_the_host(
+    place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], "cuda")
+    for moved in run_on_gpus(place[0], _payload_stays_on_gpus, deadline_s=DEADLINE_S):
+        assert moved["all"] > 0
+        assert moved["host"] == 0
 
 
 def _fifo(_: Rank) -> None:

@@ -128,8 +128,10 @@ class Rank {
     make_mode(region_bytes, limits, 0, false, kTimeoutS, comm_->sharing() == Sharing::kCudaPinned);
   }
 
-  // As a GPU has one.
+  // As a GPU has one, or polls its window where that has a host part.
   LowLatencyTerms with_board(LowLatencyTerms terms, uint64_t region_bytes) {
+    terms.is_watched = window_->has_host_part();
+    if (terms.is_watched) return terms;
     auto board = make_low_latency_board(*comm_, region_bytes, terms.islands);
     EXPECT_EQ(board.status().message(), "");
     terms.board = std::move(*board);
@@ -172,7 +174,7 @@ class Rank {
     auto visible = HostVisible::create(comm_->device(), sizeof(FaultBox) + kRanksMax * sizeof(uint32_t));
     EXPECT_EQ(visible.status().message(), "");
     visible_ = std::move(*visible);
-    auto window = Window::create(comm_, kBegin + region_bytes);
+    auto window = Window::create(comm_, kBegin + region_bytes, kBegin + region_bytes);
     EXPECT_EQ(window.status().message(), "");
     window_ = std::move(*window);
     mode_ = std::make_unique<LowLatency>(

@@ -102,6 +102,8 @@ TEST_F(Machine, RanksTakeTheNearestNicsByTurns) {
   };
   EXPECT_EQ(chosen({{"0000:12:00.0", 0}, 0}), "switch");
   EXPECT_EQ(chosen({{"0000:12:00.0", 0}, 1}), "switch");
+  EXPECT_EQ(chosen({{"0000:81:00.0", 1}, 0}), "far") << "a GPU that is a NIC is its rank's own";
+  EXPECT_EQ(chosen({{"0000:14:00.0", 0}, 1}), "node");
   EXPECT_EQ(chosen({{"", 1}, 0}), "far");
   EXPECT_EQ(chosen({{"", 0}, 0}), "node") << "of the near ones, the faster";
   EXPECT_EQ(chosen({{"", -1}, 0}), "far");

@@ -179,18 +179,37 @@ TEST(Sharing, IsPinnedWhereGpusHavePortPeers) {
 }
 
 TEST(PortWindows, LieInTheDeviceWhereEveryRanksIsReached) {
-  const auto all = choose_port_windows({"", "", ""}, "auto");
+  const auto all = choose_port_windows({"", "", ""}, {"", "", ""}, false, "auto");
   ASSERT_TRUE(all.ok());
   EXPECT_TRUE(all->are_in_device);
-  const auto one_not = choose_port_windows({"", "no NIC", "no driver"}, "auto");
+  EXPECT_FALSE(all->have_host_part);
+  const auto one_not = choose_port_windows({"", "no NIC", "no driver"}, {"", "", ""}, false, "auto");
   ASSERT_TRUE(one_not.ok());
   EXPECT_FALSE(one_not->are_in_device);
   EXPECT_EQ(one_not->why, "rank 1: no NIC");
-  const auto forced = choose_port_windows({"", "no NIC"}, "device");
+  const auto forced = choose_port_windows({"", "no NIC"}, {"", ""}, false, "device");
   EXPECT_EQ(forced.status().code(), Code::kUnsupported);
   EXPECT_EQ(forced.status().message(), "WEFT_PORT_WINDOWS=device: rank 1: no NIC");
-  EXPECT_TRUE(choose_port_windows({"", ""}, "device")->are_in_device);
-  EXPECT_FALSE(choose_port_windows({"", ""}, "host")->are_in_device);
+  EXPECT_TRUE(choose_port_windows({"", ""}, {"", ""}, false, "device")->are_in_device);
+  EXPECT_FALSE(choose_port_windows({"", ""}, {"", ""}, false, "host")->are_in_device);
+}
+
+TEST(PortWindows, HaveAHostPartWhereHostsStoreWords) {
+  const auto reached = choose_port_windows({"", ""}, {"", ""}, true, "auto");
+  ASSERT_TRUE(reached.ok());
+  EXPECT_TRUE(reached->are_in_device && reached->have_host_part);
+  const auto unreached = choose_port_windows({"", "no NIC"}, {"", ""}, true, "auto");
+  ASSERT_TRUE(unreached.ok());
+  EXPECT_FALSE(unreached->are_in_device);
+  EXPECT_TRUE(unreached->have_host_part);
+  EXPECT_EQ(unreached->why, "rank 1: no NIC");
+  const auto whole = choose_port_windows({"", ""}, {"no nodes", ""}, true, "auto");
+  ASSERT_TRUE(whole.ok());
+  EXPECT_FALSE(whole->are_in_device || whole->have_host_part);
+  EXPECT_EQ(whole->why, "rank 0: no nodes");
+  EXPECT_EQ(choose_port_windows({"", ""}, {"no nodes", ""}, true, "device").status().message(),
+            "WEFT_PORT_WINDOWS=device: rank 0: no nodes");
+  EXPECT_FALSE(choose_port_windows({"", ""}, {"", ""}, true, "host")->have_host_part);
 }
 
 TEST(Sharing, NamesTheRankThatCannot) {

@@ -96,6 +96,11 @@ struct JitterMesh {
   WEFT_DEVICE uint32_t ranks() const { return behind.ranks(); }
   WEFT_DEVICE std::byte* local() const { return behind.local(); }
   WEFT_DEVICE std::byte* mapped_window(uint32_t) const { return nullptr; }
+  WEFT_DEVICE auto places() const
+    requires requires(const Behind& mesh) { mesh.places(); }
+  {
+    return behind.places();
+  }
 
   static_assert(sizeof(Behind) % alignof(jitter::Dial) == 0, "the two parts must follow each other");
   static_assert(

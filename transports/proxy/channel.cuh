@@ -6,6 +6,7 @@
 // which the host turns into an error of the launch.
 #pragma once
 
+#include "kernels/core/reach.cuh"
 #include "kernels/core/wait.cuh"
 #include "transports/proxy/wire.h"
 
@@ -75,7 +76,9 @@ struct ProxyMesh {
   const proxy::Fifo* fifos;  // [proxies * kFifosPerProxy]; number i is of proxy i % proxies
   const uint64_t* flushed;   // [ranks]: sources to the peer are reusable up to this position of its FIFO
   std::byte* own;            // this rank's window
-  uint64_t bytes;            // of it
+  uint64_t before;           // the host part begins so many bytes before it: commands count places from there
+  uint64_t bytes;            // from there
+  PortPlaces parts;
   uint64_t timeout_ns;
   FaultBox* fault;
   uint32_t self, count, proxies, region;
@@ -84,9 +87,10 @@ struct ProxyMesh {
   WEFT_DEVICE uint32_t rank() const { return self; }
   WEFT_DEVICE uint32_t ranks() const { return count; }
   WEFT_DEVICE std::byte* local() const { return own; }
+  WEFT_DEVICE PortPlaces places() const { return parts; }
   WEFT_DEVICE std::byte* mapped_window(uint32_t) const { return nullptr; }
 };
-static_assert(sizeof(ProxyMesh) == 64);
+static_assert(sizeof(ProxyMesh) == 88);
 
 // Waits until the proxy has read what stood in the slot of `position`.
 WEFT_DEVICE bool ProxyChannel::await_room(const proxy::Fifo& fifo, uint64_t position) {
@@ -121,6 +125,8 @@ WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, bool releases, uint6
 WEFT_DEVICE void ProxyChannel::move_range(proxy::Op op, WindowOffset dst, WindowOffset src, uint64_t bytes,
                                           uint64_t more) {
   const uint64_t room = mesh_->bytes;
+  dst += mesh_->before;
+  src += mesh_->before;
   const bool is_inside = bytes <= room && dst <= room - bytes && src <= room - bytes;
   if (!is_inside || (dst | src | bytes) % proxy::kUnit != 0)
     return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, room, dst, 0);
@@ -138,6 +144,8 @@ WEFT_DEVICE void ProxyChannel::move_range(proxy::Op op, WindowOffset dst, Window
 // What is lent has bounds that its owner's host knows.
 WEFT_DEVICE void ProxyChannel::put_lent(uint32_t dst_loan, WindowOffset dst, uint32_t src_loan,
                                         WindowOffset src, uint64_t bytes) {
+  if (!dst_loan) dst += mesh_->before;
+  if (!src_loan) src += mesh_->before;
   const uint64_t dst_room = dst_loan ? proxy::kWindowBytesMax : mesh_->bytes;
   const uint64_t src_room = src_loan ? proxy::kWindowBytesMax : mesh_->bytes;
   const bool is_inside =
@@ -152,6 +160,7 @@ WEFT_DEVICE void ProxyChannel::put_lent(uint32_t dst_loan, WindowOffset dst, uin
 }
 
 WEFT_DEVICE void ProxyChannel::tell(proxy::Op op, WindowOffset word, uint64_t value, bool releases) {
+  word += mesh_->before;
   if (word % 8 != 0 || mesh_->bytes < 8 || word > mesh_->bytes - 8)
     return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, mesh_->bytes, word, 0);
   uint64_t position = 0;

@@ -4,9 +4,12 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "base/config.h"
+#include "base/cuda_copies.h"
+#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "kernels/core/fault.h"
 #include "transports/lost_peers.h"
@@ -67,9 +70,9 @@ class ProxyLink : public Link {
   }
 
   Result<std::string> offer(const WindowView& window) override {
-    if (window.bytes > kWindowBytesMax)
+    if (reach_of(window) > kWindowBytesMax)
       return Status::make(Code::kCapacity, "window with port peers: got {} bytes, allowed: at most {}",
-                          window.bytes, kWindowBytesMax);
+                          reach_of(window), kWindowBytesMax);
     const auto known = region_of_.find(window.number);
     const uint32_t region = known != region_of_.end() ? known->second : regions_.open();
     if (region == kRegions)
@@ -77,28 +80,51 @@ class ProxyLink : public Link {
                           kRegions);
     region_of_[window.number] = region;
     Regions::Own own = regions_.own(region);
-    if (own.bytes != window.bytes) {
-      own = {window.local, window.bytes, nullptr, 0};
-      WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes},
-                                                  provider::kRemoteWrite | provider::kRemoteRead));
+    // Ports write to a window's first bytes alone where it has a host part: these do not grow.
+    const bool is_known = own.base && (window.host_bytes > 0 || own.bytes == window.bytes);
+    if (!is_known) {
+      WEFT_TRY_ASSIGN(own, register_window(window));
       regions_.add(region, own);
     }
-    WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*own.memory));
-    return std::string{static_cast<char>(region), static_cast<char>(regions_.use(region))} + descriptor;
+    std::string offer{static_cast<char>(region), static_cast<char>(regions_.use(region))};
+    for (const auto& memory : {own.host.memory, own.device.memory}) {
+      std::string descriptor;
+      if (memory) {
+        WEFT_TRY_ASSIGN(descriptor, engine_->describe(*memory));
+      }
+      offer += static_cast<char>(descriptor.size());
+      offer += descriptor;
+    }
+    return offer;
+  }
+
+  // With memory as the device's part of a window would be: register it, and let it go again.
+  Status try_device_memory(std::byte* probe, uint64_t bytes) override {
+    WEFT_TRY(orders_writes());
+    WEFT_TRY_ASSIGN(const auto memory, register_in_place(probe, bytes, device_));
+    return engine_->unregister(memory, farewell());
   }
 
   Status accept(const WindowView& window, const std::vector<std::string>& offers) override {
-    std::vector<std::shared_ptr<transfer::Remote>> remotes(offers.size());
+    std::vector<Regions::Theirs> theirs(offers.size());
     std::vector<Regions::Name> names(offers.size());
     for (int peer : peers_) {
       const std::string& offer = offers[static_cast<size_t>(peer)];
       if (offer.size() < 2 || static_cast<uint8_t>(offer[0]) >= kRegions)
         return Status::make(Code::kSystem, "proxy: rank {} offered no window", peer);
       names[static_cast<size_t>(peer)] = {static_cast<uint8_t>(offer[0]), static_cast<uint8_t>(offer[1])};
-      WEFT_TRY_ASSIGN(remotes[static_cast<size_t>(peer)],
-                      engine_->attach(std::string_view(offer).substr(2), Deadline::after_s(timeout_s_)));
+      std::string_view left = std::string_view(offer).substr(2);
+      for (auto* part :
+           {&theirs[static_cast<size_t>(peer)].host, &theirs[static_cast<size_t>(peer)].device}) {
+        const size_t length = left.empty() ? 0 : static_cast<uint8_t>(left[0]);
+        if (length > 0 && length < left.size()) {
+          WEFT_TRY_ASSIGN(*part, engine_->attach(left.substr(1, length), Deadline::after_s(timeout_s_)));
+        }
+        left.remove_prefix(std::min(left.size(), length + 1));
+      }
     }
-    regions_.set_remotes(region_of_[window.number], std::move(remotes), std::move(names));
+    if (window.payload_in_place) WEFT_TRY(touch_device_parts(window.number, theirs));
+    regions_.set_theirs(region_of_[window.number], std::move(theirs), std::move(names));
     return Status();
   }
 
@@ -109,7 +135,9 @@ class ProxyLink : public Link {
     // Device code may have asked for more than has been done.
     for (const auto& proxy : proxies_) proxy->drain(until);
     for (const auto& memory : regions_.cut(known->second, bytes)) (void)engine_->unregister(memory, until);
-    if (bytes == 0) region_of_.erase(known);
+    if (bytes > 0) return;
+    region_of_.erase(known);
+    touched_.erase(window);
   }
 
   bool lends() const override { return lends_; }
@@ -131,10 +159,14 @@ class ProxyLink : public Link {
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
+    const auto to_host_part = -static_cast<int64_t>(window.before);
+    const PortPlaces places{to_host_part, window.payload_in_place ? 0 : to_host_part};
     const ProxyMesh mesh{fifos_->at<Fifo>(0),
                          shared_->at<uint64_t>(at_.flushed_at),
                          window.local,
-                         window.bytes,
+                         window.before,
+                         reach_of(window),
+                         places,
                          static_cast<uint64_t>(timeout_s_ * 1e9),
                          fault_,
                          static_cast<uint32_t>(rank_),
@@ -197,15 +229,83 @@ class ProxyLink : public Link {
     return here;
   }
 
+  // Bytes from its first one that ports may write to.
+  static uint64_t reach_of(const WindowView& window) {
+    return window.before + (window.host_bytes > 0 ? std::min(window.host_bytes, window.bytes) : window.bytes);
+  }
+
+  // Places count from the host part on, where there is one.
+  Result<Regions::Own> register_window(const WindowView& window) {
+    Regions::Own own{window.local - window.before, window.bytes, {}, {}, 0};
+    const uint64_t host_bytes = window.host_bytes > 0 ? window.host_bytes : window.bytes;
+    constexpr uint32_t kAccess = provider::kRemoteWrite | provider::kRemoteRead;
+    own.host = {0, host_bytes, nullptr};
+    WEFT_TRY_ASSIGN(own.host.memory, engine_->enroll({own.base, host_bytes}, kAccess));
+    if (!window.payload_in_place) return own;
+    own.device = {window.before, std::min(window.host_bytes, window.bytes), nullptr};
+    WEFT_TRY_ASSIGN(own.device.memory, register_in_place(window.local, own.device.bytes, window.place));
+    return own;
+  }
+
+  // Memory of a window never goes through staging slots, whose copies could wait for the kernel that waits for them.
+  Result<std::shared_ptr<transfer::Memory>> register_in_place(std::byte* at, uint64_t bytes, Device place) {
+    provider::Range range{at, bytes};
+    if (!place.is_host()) range = {at, bytes, provider::MemoryKind::kCuda, place.ordinal};
+    WEFT_TRY_ASSIGN(auto memory, engine_->enroll(range, provider::kRemoteWrite | provider::kRemoteRead));
+    if (!memory->is_staged()) return memory;
+    const std::string why = memory->path().reason;
+    WEFT_TRY(engine_->unregister(memory, farewell()));
+    return Status(Code::kUnsupported, why);
+  }
+
+  // Writes the last bytes of each peer's device part, which are zero as yet, as ours are: whatever the network has to map
+  // for it is mapped now, and not while a kernel waits.
+  Status touch_device_parts(int window, const std::vector<Regions::Theirs>& theirs) {
+    constexpr uint64_t kBytes = 16;
+    const Regions::Part mine = regions_.own(region_of_[window]).device;
+    if (!touched_.insert(window).second) return Status();
+    const Deadline until = Deadline::after_s(timeout_s_);
+    for (int peer : peers_) {
+      const auto& there = theirs[static_cast<size_t>(peer)].device;
+      if (!there) return Status::make(Code::kSystem, "proxy: rank {} offered no memory of its device", peer);
+      transfer::WriteRequest request{mine.memory, mine.bytes - kBytes, there, mine.bytes - kBytes, kBytes,
+                                     {}};
+      request.how.timeout_s = timeout_s_;
+      WEFT_TRY_ASSIGN(const auto write, engine_->write(std::move(request)));
+      wait_until(until, [&] { return write->is_finished(); });
+      if (!write->is_finished())
+        return Status::make(Code::kPeerLost, "proxy: the first write to rank {} did not end in {} s", peer,
+                            timeout_s_);
+      WEFT_TRY(write->status());
+    }
+    return Status();
+  }
+
+  // The receiving host stores words once the NIC says that what came before them is there: the GPU must see both in that
+  // order. Copy engines are done before they say so.
+  Status orders_writes() const {
+    if (is_of_copy_engines_) return {};
+    WEFT_TRY_ASSIGN(
+        const int ordering,
+        cuda_device_attribute(device_.ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING));
+    if (ordering > CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER) return {};
+    return Status::make(Code::kUnsupported,
+                        "{} does not order what a NIC writes to it before what the host tells its mates",
+                        device_);
+  }
+
   Deadline farewell() const { return Deadline::after_s(std::min(kFarewell_s, timeout_s_)); }
 
   // What this rank can do by itself: memory, engine, threads.
   Status open(const Group& group) {
-    const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
+    const Device device = device_ = (*group.facts)[static_cast<size_t>(rank_)].device;
     if (ranks_ > static_cast<int>(kPeersMax))
       return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
     WEFT_TRY_ASSIGN(const Network network,
                     choose_network(config().proxy_provider, config().proxy_nics, place_of_rank(group)));
+    is_of_copy_engines_ = network.provider->name() == "cuda";
+    // Kernels wait for these copies.
+    if (is_of_copy_engines_ && config().proxy_copies == "own") copy_in_own_context();
     transfer::Options options;
     options.provider = network.provider;
     options.nics = network.nics;
@@ -362,10 +462,13 @@ class ProxyLink : public Link {
   const int rank_, ranks_;
   const double timeout_s_;
   const std::vector<int> peers_;
+  Device device_;
+  bool is_of_copy_engines_ = false;
   Regions regions_;
   Loans loans_;
   bool lends_ = false;
   std::map<int, uint32_t> region_of_;  // by the number of a window
+  std::set<int> touched_;              // windows
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;
   std::unique_ptr<HostVisible> shared_;
@@ -418,6 +521,7 @@ class ProxyTransport : public Transport {
     caps.reach = Reach::kPort;
     caps.needs_registration = true;
     caps.has_atomics = true;
+    caps.hosts_store_words = true;
     caps.ordering = Ordering::kSignals;
     caps.max_put_bytes = UINT64_MAX;  // cut into commands
     const Result<Network>& network = network_here();
@@ -436,7 +540,8 @@ class ProxyTransport : public Transport {
                network->why_provider, names, network->why_nics, is_mib ? bytes >> 20 : bytes,
                is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
       if (!device.is_host())
-        caps.details += ", windows in pinned memory of the host, where its threads store signals";
+        caps.details += text(", words in memory of the host{}",
+                             nic.caps.device_memory ? "" : ", payload too: it does not reach memory of GPUs");
     }
     return caps;
   }

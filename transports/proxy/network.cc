@@ -42,6 +42,9 @@ const Pace& pace_of(std::string_view nic_name) {
 
 const provider::Nic& nearest_nic(const std::vector<provider::Nic>& usable, const RankPlace& rank,
                                  const std::string& sysfs) {
+  const auto own = std::ranges::find_if(
+      usable, [&](const auto& nic) { return !nic.pci.empty() && nic.pci == rank.place.pci; });
+  if (own != usable.end()) return *own;
   std::vector<const provider::Nic*> best;
   std::pair<Nearness, double> grade_of_best{Nearness::kFar, 0};
   for (const provider::Nic& nic : usable) {

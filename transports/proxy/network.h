@@ -42,9 +42,9 @@ struct RankPlace {
   uint32_t index = 0;  // among the ranks of its host
 };
 
-// Of the usable NICs those that are nearest to the rank, of these the fastest, and of these one by turns: so the ranks of
-// a host spread over its NICs. The first one where nobody knows where they sit, as of interfaces of TCP. Reads
-// nothing but sysfs.
+// Of the usable NICs the rank's own GPU, where that is one (`cuda:0`); else those that are nearest to the rank, of these
+// the fastest, and of these one by turns: so the ranks of a host spread over its NICs. The first one where nobody knows
+// where they sit, as of interfaces of TCP. Reads nothing but sysfs.
 const provider::Nic& nearest_nic(const std::vector<provider::Nic>& usable, const RankPlace& rank,
                                  const std::string& sysfs = "/sys");
 

@@ -132,7 +132,9 @@ bool PeerQueue::send_front() {
 bool PeerQueue::goes_in_record(const Queued& queued) const {
   const Command c = queued.command;
   if (is_signal(c) || op_of(c) == Op::kLend) return true;
-  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent));
+  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent)) &&
+         traffic_.regions.is_in_host(src_region_of(c), src_of(c), bytes_of(c)) &&
+         traffic_.regions.is_in_host(dst_region_of(c), dst_of(c), bytes_of(c));
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {
@@ -162,25 +164,51 @@ std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   const Command c = queued.command;
   const bool is_get = op_of(c) == Op::kGet;  // source and destination are then the other way round
   const bool is_from_loan = !is_get && (c.b & kSrcLent), is_to_loan = !is_get && (c.b & kDstLent);
-  const Piece piece{
-      is_from_loan ? traffic_.loans.own(src_loan_of(c)) : traffic_.regions.own(src_region_of(c)).memory,
-      is_to_loan ? traffic_.loans.of(dst_loan_of(c), rank_) : traffic_.regions.of(dst_region_of(c), rank_),
-      (is_get ? dst_of(c) : src_of(c)) + queued.done,
-      (is_get ? src_of(c) : dst_of(c)) + queued.done,
-      std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight),
-      is_to_loan};
-  if (is_from_loan && !piece.own) {
-    lose(Status::make(Code::kPeerLost, "a call failed here before all that it had for rank {} was sent",
-                      rank_));
-    return {};
+  Piece piece{nullptr,
+              nullptr,
+              (is_get ? dst_of(c) : src_of(c)) + queued.done,
+              (is_get ? src_of(c) : dst_of(c)) + queued.done,
+              std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight),
+              is_to_loan,
+              false};
+  if (is_from_loan) {
+    piece.own = traffic_.loans.own(src_loan_of(c));
+    if (!piece.own)
+      lose(Status::make(Code::kPeerLost, "a call failed here before all that it had for rank {} was sent",
+                        rank_));
+    if (!piece.own) return {};
   }
-  if (!piece.own || (!piece.theirs && !is_to_loan)) {
-    lose(Status::invalid("proxy: a {} from or to window {} of rank {}, which is gone", is_get ? "get" : "put",
-                         dst_region_of(c), rank_));
+  if (is_to_loan) piece.theirs = traffic_.loans.of(dst_loan_of(c), rank_);
+  if (!find_parts(src_region_of(c), dst_region_of(c), piece)) {
+    lose(
+        Status::invalid("proxy: a {} of {} bytes from or to window {} of rank {}, which is gone or not "
+                        "reached there by the network",
+                        is_get ? "get" : "put", piece.bytes, dst_region_of(c), rank_));
     return {};
   }
   if (!reserve(piece.bytes)) return {};
   return piece;
+}
+
+// Looks up what is not lent, and counts places from the beginning of their parts.
+bool PeerQueue::find_parts(uint32_t own_region, uint32_t their_region, Piece& piece) const {
+  const Regions::Own window = traffic_.regions.own(own_region);
+  if (!piece.own) {
+    const Regions::Part* part = window.part(piece.own_offset, piece.bytes);
+    if (!part) return false;
+    piece.own = part->memory;
+    piece.own_offset -= part->begin;
+    piece.is_in_host = part == &window.host;
+  }
+  if (piece.is_to_loan) return true;
+  const Regions::Own alike = traffic_.regions.own(their_region);  // windows have the same parts on all ranks
+  const Regions::Part* part = alike.part(piece.their_offset, piece.bytes);
+  if (!part) return false;
+  const Regions::Theirs theirs = traffic_.regions.of(their_region, rank_);
+  piece.theirs = part == &alike.host ? theirs.host : theirs.device;
+  piece.their_offset -= part->begin;
+  piece.is_in_host = piece.is_in_host || part == &alike.host;
+  return piece.theirs != nullptr;
 }
 
 void PeerQueue::note_posted(Queued& queued, uint64_t bytes) {
@@ -199,6 +227,7 @@ bool PeerQueue::post_put(Queued& put) {
   transfer::WriteRequest request{piece->own,          piece->own_offset, piece->theirs,
                                  piece->their_offset, piece->bytes,      {}};
   if (!post(std::move(request), kDataImm, true)) return false;
+  in_flight_.back().is_in_host = piece->is_in_host;
   note_posted(put, piece->bytes);
   return true;
 }
@@ -313,6 +342,10 @@ bool PeerQueue::take_finished() {
     count_up(counted.calls, 1);
     count_up(counted.bytes, done.bytes);
     add_time(counted, tally_now_ns() - done.since_ns);
+    if (done.is_in_host) {
+      count_up(host_puts_.calls, 1);
+      count_up(host_puts_.bytes, done.bytes);
+    }
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
       if (done.loan && done.loan->is_revoked() && peer_->is_alive()) {  // its call has failed
@@ -369,7 +402,7 @@ void PeerQueue::carry_out_here(const Queued& queued) {
   }
   if (c.b & (kSrcLent | kDstLent)) return;  // kernels lend to peers
   const Regions::Own window = traffic_.regions.own(src_region_of(c));
-  if (window.base && src_of(c) + bytes_of(c) <= window.bytes) apply_put(c, window.base + src_of(c));
+  if (const std::byte* from = window.at(src_of(c), bytes_of(c))) apply_put(c, from);
 }
 
 void PeerQueue::publish_flushes() {

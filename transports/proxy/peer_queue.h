@@ -96,6 +96,7 @@ class PeerQueue {
     bool has_put;  // ... or a record with a small put
     uint32_t imm = 0;
     std::shared_ptr<transfer::Remote> loan = nullptr;  // of the peer, to which it goes; else null
+    bool is_in_host = false;                           // a put of which an end is memory of the host
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -107,6 +108,7 @@ class PeerQueue {
     std::shared_ptr<transfer::Remote> theirs;
     uint64_t own_offset, their_offset, bytes;
     bool is_to_loan;
+    bool is_in_host;  // an end of it
   };
   // Once so many gets are finished, the word of this rank's own holds the value.
   struct GotMark {
@@ -117,6 +119,7 @@ class PeerQueue {
   PeerQueue(Traffic& traffic, int rank, uint64_t* flushed)
       : traffic_(traffic),
         puts_(tally_operation("proxy.put", "proxy")),
+        host_puts_(tally_operation("proxy.put.host", "proxy")),
         signal_writes_(tally_operation("proxy.signal", "proxy")),
         gets_(tally_operation("proxy.get", "proxy")),
         rank_(rank),
@@ -128,6 +131,7 @@ class PeerQueue {
   void release(uint64_t bytes);
   bool send_notices();
   std::optional<Piece> next_piece(const Queued& queued);
+  bool find_parts(uint32_t own_region, uint32_t their_region, Piece& piece) const;
   void note_posted(Queued& queued, uint64_t bytes);
   bool post_put(Queued& put);
   bool post_get(Queued& get);
@@ -162,7 +166,7 @@ class PeerQueue {
   void notify(uint32_t imm);
 
   Traffic& traffic_;
-  TallyOperation &puts_, &signal_writes_, &gets_;  // of this process
+  TallyOperation &puts_, &host_puts_, &signal_writes_, &gets_;  // of this process
   const int rank_;
   uint64_t* const flushed_;  // this peer's word, which device code polls
   const bool is_self_;

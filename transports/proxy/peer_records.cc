@@ -8,6 +8,16 @@
 
 namespace weft::proxy {
 
+namespace {
+
+// Threads of the host touch no other memory, whoever asks.
+Status outside_host_part(const char* what, uint64_t place) {
+  return Status::make(Code::kSystem, "proxy: {} for place {} of a window, outside what the host stores to",
+                      what, place);
+}
+
+}  // namespace
+
 // As many as stand next to each other in the queue and fit: how many. None: the peer is lost.
 uint32_t PeerQueue::write_record(Record& record) {
   uint32_t taken = 0;
@@ -38,12 +48,13 @@ bool PeerQueue::is_current(Command command) const {
 bool PeerQueue::add_put(Record& record, Command put) {
   const Regions::Own window = traffic_.regions.own(src_region_of(put));
   const uint64_t bytes = bytes_of(put);
-  if (!window.base || src_of(put) + bytes > window.bytes) {
+  const std::byte* from = window.at(src_of(put), bytes);
+  if (!from) {
     lose(Status::invalid("proxy: a put from window {}, which is gone", src_region_of(put)));
     return false;
   }
   record.units[record.count++] = as_peer_names(put);
-  std::memcpy(&record.units[record.count], window.base + src_of(put), bytes);
+  std::memcpy(&record.units[record.count], from, bytes);
   record.count += static_cast<uint32_t>(bytes / kUnit);
   return true;
 }
@@ -83,8 +94,9 @@ void PeerQueue::apply(const Record& record) {
 // Nothing where the window is gone: nobody looks.
 void PeerQueue::apply_put(Command put, const void* bytes) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(put));
-  if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
-  std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
+  std::byte* to = window.at(dst_of(put), bytes_of(put));
+  if (to) return (void)std::memmove(to, bytes, bytes_of(put));
+  if (window.base) lose(outside_host_part("a put", dst_of(put)));
 }
 
 void PeerQueue::apply_keys(Command lend, const void* bytes) {
@@ -110,8 +122,11 @@ void PeerQueue::apply(Command signal) {
 
 void PeerQueue::store_word(Command signal) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
-  if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
-  auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
+  auto* word = reinterpret_cast<uint64_t*>(window.at(word_of(signal), sizeof(uint64_t)));
+  if (!word) {  // where the window is gone nobody looks
+    if (window.base) lose(outside_host_part("a word", word_of(signal)));
+    return;
+  }
   if (op_of(signal) == Op::kAdd)
     add_release(word, signal.a);
   else

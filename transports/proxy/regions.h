@@ -17,12 +17,42 @@ namespace weft::proxy {
 
 class Regions {
  public:
-  struct Own {
-    std::byte* base = nullptr;
-    uint64_t bytes = 0;
+  // A stretch of a window, registered; places count from the window's first byte. Null: the network may not go there.
+  struct Part {
+    uint64_t begin = 0, bytes = 0;
     std::shared_ptr<transfer::Memory> memory;
-    uint32_t use = 0;
+
+    bool holds(uint64_t place, uint64_t length) const {
+      return place >= begin && length <= bytes && place - begin <= bytes - length;
+    }
   };
+  struct Own {
+    std::byte* base = nullptr;  // of its first byte: that of the host part
+    uint64_t bytes = 0;         // of the window when it was registered
+    Part host;                  // where threads of the host load and store
+    Part device;
+    uint32_t use = 0;
+
+    // Where the host finds what stands there; null: not in its part.
+    std::byte* at(uint64_t place, uint64_t length) const {
+      return base && host.holds(place, length) ? base + place : nullptr;
+    }
+    // The part that holds it; null: none does.
+    const Part* part(uint64_t place, uint64_t length) const {
+      if (host.memory && host.holds(place, length)) return &host;
+      return device.memory && device.holds(place, length) ? &device : nullptr;
+    }
+  };
+  // What a peer has granted of its window: parts as here.
+  struct Theirs {
+    std::shared_ptr<transfer::Remote> host, device;
+  };
+  // Whether the host finds it there.
+  bool is_in_host(uint32_t region, uint64_t place, uint64_t length) const {
+    std::lock_guard lock(mutex_);
+    const auto& own = rows_[region].own;
+    return !own.empty() && own.back().at(place, length);
+  }
   // What a peer calls a window.
   struct Name {
     uint32_t region = 0, use = 0;
@@ -52,10 +82,10 @@ class Regions {
     std::lock_guard lock(mutex_);
     return rows_[region].use;
   }
-  std::shared_ptr<transfer::Remote> of(uint32_t region, int rank) const {
+  Theirs of(uint32_t region, int rank) const {
     std::lock_guard lock(mutex_);
-    const auto& remotes = rows_[region].remotes;
-    return static_cast<size_t>(rank) < remotes.size() ? remotes[static_cast<size_t>(rank)] : nullptr;
+    const auto& theirs = rows_[region].theirs;
+    return static_cast<size_t>(rank) < theirs.size() ? theirs[static_cast<size_t>(rank)] : Theirs();
   }
   // A window was made or has grown: what was granted before stays valid for what is under way.
   void add(uint32_t region, Own own) {
@@ -63,10 +93,9 @@ class Regions {
     own.use = rows_[region].use;
     rows_[region].own.push_back(std::move(own));
   }
-  void set_remotes(uint32_t region, std::vector<std::shared_ptr<transfer::Remote>> remotes,
-                   std::vector<Name> names) {
+  void set_theirs(uint32_t region, std::vector<Theirs> theirs, std::vector<Name> names) {
     std::lock_guard lock(mutex_);
-    rows_[region].remotes = std::move(remotes);
+    rows_[region].theirs = std::move(theirs);
     rows_[region].names = std::move(names);
   }
   // Takes out the registrations of more than `bytes` bytes; with 0 the region is free again.
@@ -74,9 +103,11 @@ class Regions {
     std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<transfer::Memory>> gone;
     std::vector<Own>& own = rows_[region].own;
-    for (; !own.empty() && own.back().bytes > bytes; own.pop_back()) gone.push_back(own.back().memory);
+    for (; !own.empty() && own.back().bytes > bytes; own.pop_back())
+      for (const auto& memory : {own.back().host.memory, own.back().device.memory})
+        if (memory) gone.push_back(memory);
     if (bytes == 0) {
-      rows_[region].remotes.clear();
+      rows_[region].theirs.clear();
       rows_[region].names.clear();
       rows_[region].is_open = false;
     }
@@ -85,9 +116,9 @@ class Regions {
 
  private:
   struct Row {
-    std::vector<Own> own;  // one for each time that it grew; the last is all of it
-    std::vector<std::shared_ptr<transfer::Remote>> remotes;  // by rank
-    std::vector<Name> names;                                 // by rank
+    std::vector<Own> own;        // one for each time that it grew; the last is all of it
+    std::vector<Theirs> theirs;  // by rank
+    std::vector<Name> names;     // by rank
     bool is_open = false;
     uint32_t use = 0;
   };

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider",
         default="tcp",
-        help="that network: tcp, shm, or a name of weft.transfer.provider_names()",
+        help="that network: tcp, shm, cuda, or a name of weft.transfer.provider_names()",
     )
     parser.add_argument(
         "--routes",
@@ -206,7 +206,8 @@ def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
     return {
         "ranks_per_node": args.ranks_per_node,
         "provider": provider,
-        "nic": choose_nics(provider, local=True)[0],
+        # Ranks are forked from here: CUDA is theirs to open.
+        "nic": "" if provider == "cuda" else choose_nics(provider, local=True)[0],
     }
 
 

@@ -4,6 +4,7 @@
 The floor is the provider's own loop (``fi_writemsg``, no engine, no proxy, no kernel) in the same processes: every rank
 writes to one other the bytes that it sends to other nodes, in large pieces, half of the ranks after the other half.
 ``network_us`` is the sum of the halves, ``raw_us`` the slower one: ranks that have a core and a NIC each need no more.
+The provider ``cuda`` has copy engines for a loop: there the driver copies all bytes at once, from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class NetworkSamples:
 
     def __init__(self, bench: Bench, out_rows: float, back_rows: float) -> None:
         o = bench.options
-        self._floor = NetworkFloor(bench.me, o.provider, o.nic)
+        self._floor: NetworkFloor | CopyFloor = (
+            CopyFloor(bench.me) if o.provider == "cuda" else NetworkFloor(bench.me, o.provider, o.nic)
+        )
         self._bytes = {
             "dispatch": out_rows * row_bytes(o.dtype, o.hidden),
             "combine": back_rows * row_bytes("bf16", o.hidden),
@@ -95,8 +98,7 @@ class NetworkFloor:
 
     def __init__(self, me: Rank, provider: str, nic: str) -> None:
         self._me, half = me, me.size // 2
-        self._is_first = me.rank < half
-        self._other = me.rank + half if self._is_first else me.rank - half
+        self._is_first, self._other = _partner(me)
         self._buffer = torch.zeros(16 * PIECE_BYTES, dtype=torch.uint8)
         self._raw: Any = None
         if me.rank < 2 * half:
@@ -116,10 +118,7 @@ class NetworkFloor:
                 mine = self._write_us(num_bytes)
             elif self._raw:
                 self._raw.serve(TIMEOUT_S)
-        of_ranks: list[Any] = [None] * self._me.size
-        torch.distributed.all_gather_object(of_ranks, (self._is_first, mine), group=self._me.group)
-        first, second = (max(us for is_first, us in of_ranks if is_first == half) for half in (True, False))
-        return float(first), float(second)
+        return _slowest_of_halves(self._me, self._is_first, mine)
 
     def _write_us(self, num_bytes: float) -> float:
         piece = max(min(PIECE_BYTES, round(num_bytes)), 16)
@@ -127,3 +126,48 @@ class NetworkFloor:
         seconds = self._raw.measure("write", piece, count, WINDOW, 1, 1, None, TIMEOUT_S)[0]
         self._raw.stop_serving(TIMEOUT_S)
         return float(seconds * 1e6)
+
+
+class CopyFloor:
+    """Driver copies between the GPUs of pairs of ranks, each with a GPU of its own. Collective."""
+
+    def __init__(self, me: Rank) -> None:
+        self._me = me
+        self._is_first, self._other = _partner(me)
+        self._from = self._to = torch.empty(0)
+
+    def halves_us(self, num_bytes: float) -> tuple[float, float]:
+        """Return how long it takes until each half of the ranks has copied so many bytes: the slowest of it."""
+        mine = 0.0
+        for is_first in (True, False):
+            torch.distributed.barrier(group=self._me.group)
+            if self._is_first == is_first and self._other < self._me.size:
+                mine = self._copy_us(max(round(num_bytes), 16))
+        return _slowest_of_halves(self._me, self._is_first, mine)
+
+    def _copy_us(self, num_bytes: int) -> float:
+        if self._from.numel() != num_bytes:
+            self._from = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+            self._to = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{self._other}")
+            self._to.copy_(self._from)
+            torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self._to.copy_(self._from, non_blocking=True)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+
+def _partner(me: Rank) -> tuple[bool, int]:
+    """Whether this rank is of the first half, and which of the other it writes to; of an odd number one has none."""
+    half = me.size // 2
+    is_first = me.rank < half
+    return is_first, me.rank + half if is_first else me.rank - half
+
+
+def _slowest_of_halves(me: Rank, is_first: bool, mine: float) -> tuple[float, float]:
+    of_ranks: list[Any] = [None] * me.size
+    torch.distributed.all_gather_object(of_ranks, (is_first, mine), group=me.group)
+    first, second = (max(us for of_first, us in of_ranks if of_first == half) for half in (True, False))
+    return float(first), float(second)

@@ -3,10 +3,13 @@
 // A Provider is a network stack that Weft opens at run time: libfabric, libibverbs, or the in-process
 // loopback. It lists the NICs it can use and opens one of them as a Rail; the transfer engine drives rails
 // and knows no other word of any network.
-//   for (const Nic& nic : provider.probe()) if (nic.usable()) rail = provider.open(nic, {});
-//   Result<Route> to = rail->resolve(address_of_the_other_rail);
-//   rail->post_write({.to = *to, .src = p, .lkey = mine.lkey, .dst = theirs.base, .rkey = theirs.rkey, ...});
-//   for (Event& e : events.first(rail->poll(events))) ...
+//   for (const Nic& nic : provider->probe()) if (nic.usable()) rail = std::move(*provider->open(nic, {}));
+//   const Route to = *rail->resolve(address_of_the_other_rail);
+//   RmaOp write{.to = to, .piece = {p, mine.lkey, theirs.base, theirs.rkey, bytes}, .context = &mine_until_it_ends};
+//   if (rail->post_write(write) == Posted::kOk) ...
+//   Event events[16];
+//   for (size_t i = 0, count = rail->poll(events, 16); i < count; ++i) ...
+// To add one: providers/README.md.
 //
 // Every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write is
 // seen only after the write's bytes. Anything more is a capability. No rail promises that an operation
@@ -44,9 +47,12 @@ struct Caps {
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
   // A message costs more than copying a page: small pages travel better packed.
   bool packs_small_pages = false;
-  bool pages_apart = false;  // post_pages() takes another way than writes: no order between the two
-  bool takes_loans = false;  // enroll() takes kLent memory of the host, at next to no cost, and post_lent()
-  bool same_host = false;    // reaches processes of this host alone: packs travel through shared memory
+  bool pages_apart = false;   // post_pages() takes another way than writes: no order between the two
+  bool takes_loans = false;   // enroll() takes kLent memory of the host, at next to no cost, and post_lent()
+  bool same_host = false;     // reaches processes of this host alone: packs travel through shared memory
+  bool same_process = false;  // reaches this process alone
+  bool copy_engines =
+      false;  // a GPU's engines move the bytes, which are in place before anybody hears of them
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
   uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)

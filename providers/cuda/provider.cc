@@ -19,6 +19,7 @@ Caps caps_of_rails() {
   Caps caps;
   caps.device_memory = true;
   caps.same_host = true;
+  caps.copy_engines = true;
   caps.source = Source::kRoute;  // a lane is of the process that holds it
   caps.message_bytes_max = cuda::kMessageBytes;
   caps.tx_depth = cuda::kRequests;

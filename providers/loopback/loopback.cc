@@ -420,6 +420,7 @@ std::vector<Nic> Loopback::probe() {
     nics[i].name = "loop" + std::to_string(i);
     nics[i].caps = impl_->options.caps;
     nics[i].caps.takes_loans = true;
+    nics[i].caps.same_process = true;
   }
   return nics;
 }

@@ -303,7 +303,7 @@ class ProxyLink : public Link {
       return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
     WEFT_TRY_ASSIGN(const Network network,
                     choose_network(config().proxy_provider, config().proxy_nics, place_of_rank(group)));
-    is_of_copy_engines_ = network.provider->name() == "cuda";
+    is_of_copy_engines_ = network.nics[0].caps.copy_engines;
     // Kernels wait for these copies.
     if (is_of_copy_engines_ && config().proxy_copies == "own") copy_in_own_context();
     transfer::Options options;
@@ -504,13 +504,6 @@ const Result<Network>& network_here() {
   return found->second;
 }
 
-bool is_of_one_process(std::string_view provider) {
-  return provider == "loopback";
-}
-bool is_of_one_host(const Network& network) {
-  return network.nics[0].caps.same_host;
-}
-
 class ProxyTransport : public Transport {
  public:
   const char* name() const override { return "proxy"; }
@@ -550,11 +543,11 @@ class ProxyTransport : public Transport {
   std::string descriptor(Device) const override {
     const Result<Network>& network = network_here();
     if (!network.ok()) return "";
-    const std::string provider = network->provider->name();
-    return provider + ";" +
-           (is_of_one_process(provider) ? "process"
-            : is_of_one_host(*network)  ? "host"
-                                        : "");
+    const provider::Caps& reach = network->nics[0].caps;
+    return text("{};{}", network->provider->name(),
+                reach.same_process ? "process"
+                : reach.same_host  ? "host"
+                                   : "");
   }
 
   std::string refuses(const RankFacts& self, const RankFacts& peer) const override {

@@ -173,10 +173,11 @@ std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
               false};
   if (is_from_loan) {
     piece.own = traffic_.loans.own(src_loan_of(c));
-    if (!piece.own)
+    if (!piece.own) {
       lose(Status::make(Code::kPeerLost, "a call failed here before all that it had for rank {} was sent",
                         rank_));
-    if (!piece.own) return {};
+      return {};
+    }
   }
   if (is_to_loan) piece.theirs = traffic_.loans.of(dst_loan_of(c), rank_);
   if (!find_parts(src_region_of(c), dst_region_of(c), piece)) {

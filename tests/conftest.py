@@ -16,10 +16,6 @@ import torch.distributed.tensor
 import summary
 import workers
 import zygote
-import weft.collectives.torch_backend
-import weft.moe.elastic
-import weft.moe.p2p
-import weft.transfer
 from weft import deep_ep_path
 
 sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does

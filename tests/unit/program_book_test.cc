@@ -54,7 +54,8 @@ TEST_F(BookTest, ThatIsALinkIsNotRead) {
 }
 
 TEST_F(BookTest, ThatEndsAfterItsFirstWordsSaysSo) {
-  for (const std::string& bytes : {std::string(), std::string("weftbook"), std::string("weftbook\5\0\0\0", 12)}) {
+  for (const std::string& bytes :
+       {std::string(), std::string("weftbook"), std::string("weftbook\5\0\0\0", 12)}) {
     std::ofstream(path_, std::ios::binary) << bytes;
     EXPECT_EQ(read(false).code(), Code::kInvalid) << bytes.size() << " bytes";
   }

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
+#include <optional>
 
 #include "base/log.h"
 #include "base/random.h"
@@ -50,8 +51,8 @@ class FabricRail : public Rail {
     };
     mr_mode_ = info.domain_attr->mr_mode;
     key_bytes_ = info.domain_attr->mr_key_size;
-    // Where the CPU copies. Not on tcp: if the peer dies while injected writes wait for its connection, libfabric 1.17
-    // reports them without their context and then reads it, which ends this process.
+    // Where the CPU copies. Not on tcp, and not even an immediate without bytes: if the peer dies while injected writes wait
+    // for its connection, libfabric 1.17 reports them without their context and then reads it, which ends this process.
     if (!nic_.caps.device_memory && nic_.provider != "fabric:tcp") inject_bytes_ = info.tx_attr->inject_size;
     WEFT_TRY(step("fi_fabric", fi_.fabric(info.fabric_attr, &fabric_, nullptr)));
     WEFT_TRY(step("fi_domain", fabric_->ops->domain(fabric_, &info, &domain_, nullptr)));
@@ -189,7 +190,7 @@ class FabricRail : public Rail {
   Posted post_write(const RmaOp& op) override {
     const Piece& p = op.piece;
     const uint64_t to = destinations_[op.to].address;
-    const bool is_injected = p.bytes <= inject_bytes_ && !op.delivered;
+    const bool is_injected = inject_bytes_ && p.bytes <= *inject_bytes_ && !op.delivered;
     if (destinations_[op.to].neighbour.pid && !(op.has_imm && is_injected))
       return post_across(Across::kWrite, op);
     if (op.delivered) return post_delivered(op, to);
@@ -452,7 +453,7 @@ class FabricRail : public Rail {
   fi::Endpoint* ep_ = nullptr;
   int mr_mode_ = 0;
   size_t key_bytes_ = 8;
-  size_t inject_bytes_ = 0;
+  std::optional<size_t> inject_bytes_;  // none: nothing is injected
   std::string own_address_;
   std::unique_ptr<ListenerGuard> guard_;
   std::unique_ptr<PageStreams> pages_;

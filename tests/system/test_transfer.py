@@ -313,7 +313,7 @@ def _peer_dies_in_a_burst(rank: Rank, provider: str, burst: Callable[..., None])
         if rank.rank == 1:
             engine.imm(peer, 3).wait(1)
             os._exit(1)
-        with pytest.raises(Error, match="peer 'rank 1' is (lost|closed)"):
+        with pytest.raises(Error, match=r"peer 'rank 1' is (lost|closed)"):
             while True:  # on a busy machine the first burst may be over before the peer sees any of it
                 burst(engine, peer, memory, remote)
         assert not peer.is_alive

@@ -18,6 +18,7 @@
 #include "base/paced_log.h"
 #include "base/proof.h"
 #include "base/random.h"
+#include "providers/verbs/connect.h"
 #include "providers/verbs/lifeline.h"
 #include "providers/verbs/verbs.h"
 
@@ -133,7 +134,7 @@ class VerbsRail : public Rail {
 
   ~VerbsRail() override;
 
-  Status open(ib::Device* device, uint8_t port, int gid_index);
+  Status open(ib::Device* device, const ib::PortChoice& port);
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
@@ -285,8 +286,7 @@ class VerbsRail : public Rail {
   ib::Qp* handshake_qp_ = nullptr;
   ib::Mr* arena_mr_ = nullptr;
   std::unique_ptr<char[]> arena_;
-  uint8_t port_ = 1;
-  int gid_index_ = -1;
+  ib::PortChoice port_;
   Place place_;
   ib::Listener lifelines_;
   uint8_t reads_out_ = 1;                  // at a time, over one connection

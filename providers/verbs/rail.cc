@@ -254,12 +254,10 @@ bool VerbsRail::take(const ib::Wc& wc, Event& event) {
     are_handshakes_stopped_ = are_handshakes_stopped_ || wc.status != 0;
     return false;
   }
-  if (wc.status != 0) {  // of a connection that broke in the middle of a message
-    repost(static_cast<uint32_t>(wc.wr_id));
-    return false;
-  }
   Link* const link = link_of(wc.qp_num);
-  if (!link) {  // nobody counts it any more, so it is sent again where it matters
+  // That ended the connection. What was to be sent over it will only say that it has ended.
+  if (link && wc.status != 0 && wc.status != ib::kWcFlushed) recover(*link, describe(wc));
+  if (!link || wc.status != 0) {  // nobody counts it any more, so it is sent again where it matters
     repost(static_cast<uint32_t>(wc.wr_id));
     return false;
   }

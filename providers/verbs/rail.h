@@ -233,6 +233,8 @@ class VerbsRail : public Rail {
 
   void take_failure(Link& link, const ib::Wc& wc, Event& event);
 
+  std::string describe(const ib::Wc& failed) const;
+
   // ---- handshake
   // False when there is no room now.
   bool send_handshake(Link& link, bool is_answer);

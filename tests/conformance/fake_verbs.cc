@@ -134,6 +134,11 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   if (takes_receive) {
     const Received receive = receives.front();
     receives.pop_front();
+    if (cut == FakeVerbsCut::kReceive) {
+      to.state = ib::kStateError;
+      complete(to.recv_cq, receive.wr_id, ib::kWcLengthError, ib::kWcRecv, 0, to.qp_num);
+      return fail(kWcRemoteInvalid);
+    }
     if (wr.opcode == ib::kOpSend && part.length)
       std::memcpy(reinterpret_cast<void*>(receive.part.addr), here, part.length);
     complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm,

@@ -17,6 +17,16 @@ REASON = "two guests with software RoCE: make test-rdma runs these"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Name the folder of what guests boot."""
     parser.addoption("--rdma-image", type=Path, metavar="FOLDER", help="what tools/rdma-image made")
+    parser.addoption(
+        "--suite-rounds", type=int, default=1, help="how often a process runs the engine's suites"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much of each suite passed: docs/reliability.md has a table of it."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for said in sorted(said for report in reports for key, said in report.user_properties if key == "suite"):
+        terminalreporter.write_line(f"suite over {said}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

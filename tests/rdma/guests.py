@@ -30,6 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+NEWER_LIBFABRIC = ROOT / "build" / "mpich" / "lib" / "mpich" / "libfabric.so.1"  # see tools/newer-libfabric
 BOOT_SECONDS = 180.0
 WARM_SECONDS = 900.0  # torch in a guest on a busy machine
 PAUSE_SECONDS = 0.05  # between looks at a file

@@ -68,7 +68,8 @@ PortChoice choose_port(const Library& library, Context* context, const std::stri
   if (const auto pkey = static_cast<uint16_t>(config().pkey)) {
     const auto found = find_partition(library, context, port, attr.pkey_tbl_len, pkey);
     if (!found)
-      return refuse(text("port {} is not in the partition of P_Key {} (WEFT_PKEY)", port, hex(pkey)));
+      return refuse(
+          text("port {} is not in the partition of P_Key {} (WEFT_PKEY)", static_cast<int>(port), hex(pkey)));
     choice.pkey_index = *found;
   }
   return choice;

@@ -30,8 +30,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip every test of this folder where no guests are to be had."""
-    if config.getoption("--rdma-image", None) is None:
+    """Skip this folder's tests where no guests are to be had. Those that end a guest run last: it boots again."""
+    if config.getoption("--rdma-image", None) is not None:
+        items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    else:
         for item in items:
             if Path(item.path).parent == Path(__file__).parent:
                 item.add_marker(pytest.mark.skip(reason=REASON))
@@ -44,10 +46,13 @@ def image(pytestconfig: pytest.Config) -> Image:
 
 
 @pytest.fixture(scope="session")
-def cluster(image: Image) -> Iterator[Cluster]:
+def cluster(image: Image, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Boot two guests with two NICs each, for as long as the tests run."""
     made = Cluster(image, cards=2)
     try:
+        if any(item.get_closest_marker("torch") for item in request.session.items):
+            for guest in made.guests:  # for minutes, while other tests wait for time to pass
+                guest.warm("ranks")
         yield made
     finally:
         made.close()

@@ -41,6 +41,7 @@ MENDED = (
     "ip link set $card up mtu 9000; done; busybox killall -q -9 owner writer; true"
 )
 WARM = {"plain": ("traffic",), "torch": ("ranks", "guide")}  # programs that one process imports: see warm.py
+NICE = {"plain": 0, "torch": 10}  # an import gives way to what a test does
 MTU_MAX = 9000
 NIC_SLOT = 0x10  # on the PCI bus, of the first card
 
@@ -197,7 +198,8 @@ class Guest:
             search = os.pathsep.join([str(HERE), str(ROOT / "tests" / "system"), *filter(None, sys.path)])
             programs = " ".join(WARM[group])
             self._warm[group] = self.start(
-                f"PYTHONPATH={search} OMP_NUM_THREADS=1 exec {sys.executable} {HERE}/warm.py /ctl/{group} {programs}"
+                f"PYTHONPATH={search} OMP_NUM_THREADS=1 exec nice -n {NICE[group]} {sys.executable} "
+                f"{HERE}/warm.py /ctl/{group} {programs}"
             )
 
     def fork(self, program: str, arguments: str) -> Job:

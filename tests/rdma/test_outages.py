@@ -131,6 +131,7 @@ def test_a_guest_that_is_paused_too_long_is_lost_and_blames_nobody_else(guests: 
     lost(owner, "writer")
 
 
+@pytest.mark.last
 def test_a_machine_that_is_gone_is_lost_after_peer_dead_s(guests: list[Guest]) -> None:
     _, writer = start(guests, "verbs", "--seconds 600 --dead 4")
     guests[0].kill()

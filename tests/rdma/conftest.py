@@ -66,7 +66,7 @@ def guests(cluster: Cluster) -> list[Guest]:
             cluster.again(guest.number)
     jobs = [guest.start(MENDED) for guest in cluster.guests]
     for job in jobs:
-        job.wait(60)
+        job.wait(240)  # a busy machine may let it stand still for minutes
     return cluster.guests
 
 

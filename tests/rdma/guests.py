@@ -245,6 +245,7 @@ class Cluster:
 
     def __init__(self, image: Image, cards: int = 1, mtu: int = MTU_MAX, cpus: int = 2) -> None:
         """Boot both, and wait until they are up and reach each other."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the folder goes then, too
         self._folder = Path(tempfile.mkdtemp(prefix="weft-rdma-"))
         self._parts = image, self._folder
         self._shape = cards, mtu, cpus

@@ -202,6 +202,10 @@ class Rail {
   // Sleeps until poll() is worth while, `most_ns` (less than a second) at most. Events that another thread polls
   // meanwhile do not end the sleep. False, and no sleep: the rail cannot tell, or has nothing under way. Threads: any.
   virtual bool sleep(uint64_t most_ns) const { return false; }
+
+  // Before the registrations of posted receives are released: what comes later reaches none of them. Only release() may
+  // follow.
+  virtual void stop() {}
 };
 
 struct RailOptions {

@@ -36,7 +36,7 @@ class FabricRail : public Rail {
   }
 
   ~FabricRail() override {
-    if (guard_) guard_->end_of_listener();
+    FabricRail::stop();
     const RailParts parts{ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
                           domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr};
     if (nic_.caps.same_host)
@@ -185,6 +185,15 @@ class FabricRail : public Rail {
     if (pages_ && registration.rkey) pages_->forbid(registration);
     if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
     registration = {};
+  }
+
+  // Closing the endpoint takes in what has come, and libfabric looks then at the registrations of the receives that it
+  // goes to. Not where a registration is a part of the endpoint, nor over shm, where the endpoint may outlive the rail.
+  void stop() override {
+    if (!ep_ || nic_.caps.same_host || (mr_mode_ & fi::kMrEndpoint)) return;
+    if (guard_) guard_->end_of_listener();
+    close_parts(fi_, nic_.name, {&ep_->fid});
+    ep_ = nullptr;
   }
 
   Posted post_write(const RmaOp& op) override {

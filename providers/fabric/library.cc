@@ -112,6 +112,7 @@ void read_settings(const Library& library, uint32_t limit) {
   if (limit > 0) {
     cache.emplace("FI_MR_CACHE_MAX_COUNT", "0");
     efa_cache.emplace("FI_EFA_MR_CACHE_ENABLE", "0");
+    setenv("FI_OFI_RXM_USE_SRX", "1", 0);
     if (limit / kEntriesPerConnection < kUniverse)
       universe.emplace("FI_UNIVERSE_SIZE", text("{}", std::max(limit / kEntriesPerConnection, 1u)));
   }

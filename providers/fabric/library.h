@@ -36,6 +36,8 @@ void offer_library(std::string path);
 //   FI_MR_CACHE_MAX_COUNT, FI_EFA_MR_CACHE_ENABLE: memory that was given back must be out of peers' reach, but the cache
 //     keeps it registered, under its old key, with all rights. Only where RDMA devices are: cxi needs its cache.
 //   FI_UNIVERSE_SIZE: a completion queue that is longer than the device's cannot be made at all.
+//   FI_OFI_RXM_USE_SRX, which stays, as it is read whenever a rail is opened: without it a connection of verbs that ends
+//     while a message of it has not been polled ends this process.
 void read_settings(const Library& library, uint32_t queue_limit);
 // Names what says how long a completion queue may be on this machine's RDMA devices; it returns 0 where there is none.
 void ask_for_queue_limit(uint32_t (*limit)());

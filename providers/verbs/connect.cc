@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "providers/verbs/connect.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
+#include <cstdio>
+#include <optional>
 
 #include "base/config.h"
 
@@ -9,10 +13,32 @@ namespace weft::provider::ib {
 namespace {
 
 constexpr uint8_t kRnrRetriesForEver = 7, kHopLimit = 255;
+constexpr uint16_t kFullMember = 0x8000;
 constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
 
 uint8_t given_or(int64_t given, int64_t usual) {
   return static_cast<uint8_t>(given >= 0 ? given : usual);
+}
+
+std::string hex(uint16_t number) {
+  char digits[8];
+  snprintf(digits, sizeof digits, "%#x", number);
+  return digits;
+}
+
+// Where a port's table has a partition. Its members are full ones, or limited ones, which reach full ones alone: the
+// top bit says which, and does not name a partition.
+std::optional<uint16_t> find_partition(const Library& library, Context* context, uint8_t port, int entries,
+                                       uint16_t wanted) {
+  std::optional<uint16_t> found;
+  for (int i = entries - 1; i >= 0; --i) {
+    uint16_t key = 0;
+    if (library.query_pkey(context, port, i, &key) != 0) continue;
+    key = ntohs(key);
+    if (((key ^ wanted) & ~kFullMember) == 0 && (!found || key & kFullMember))
+      found = static_cast<uint16_t>(i);
+  }
+  return found;
 }
 
 }  // namespace
@@ -39,6 +65,13 @@ PortChoice choose_port(const Library& library, Context* context, const std::stri
   if (choice.gid_index >= attr.gid_tbl_len)
     return refuse(text("GID {} (WEFT_GID_INDEX) is beyond its {}", choice.gid_index, attr.gid_tbl_len));
   if (choice.gid_index < 0 && attr.link_layer == kLinkEthernet) return refuse("its port has no usable GID");
+  if (const auto pkey = static_cast<uint16_t>(config().pkey)) {
+    const auto found = find_partition(library, context, port, attr.pkey_tbl_len, pkey);
+    if (!found)
+      return refuse(
+          text("port {} is not in the partition of P_Key {} (WEFT_PKEY)", static_cast<int>(port), hex(pkey)));
+    choice.pkey_index = *found;
+  }
   return choice;
 }
 
@@ -61,10 +94,11 @@ uint8_t reads_of(int limit) {
   return static_cast<uint8_t>(std::clamp<int>(limit, 1, kReadDepth));
 }
 
-bool to_init(const Library& library, Qp* qp, uint8_t port, int access) {
+bool to_init(const Library& library, Qp* qp, const PortChoice& port, int access) {
   QpAttr attr{};
   attr.qp_state = kStateInit;
-  attr.port_num = port;
+  attr.port_num = port.port;
+  attr.pkey_index = port.pkey_index;
   attr.qp_access_flags = static_cast<unsigned>(access);
   return library.modify_qp(qp, &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess) == 0;
 }

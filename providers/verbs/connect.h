@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A port that a NIC can be used through, and how reliable connections come up on it, by the settings (WEFT_IB_PORT,
-// WEFT_GID_INDEX, WEFT_SERVICE_LEVEL, ...). Shared by the verbs provider and the ibgda transport.
+// WEFT_GID_INDEX, WEFT_PKEY, WEFT_SERVICE_LEVEL, ...). Shared by the verbs provider and the ibgda transport.
 // Threads: any.
 #pragma once
 
@@ -13,11 +13,12 @@ namespace weft::provider::ib {
 
 struct PortChoice {
   uint8_t port = 0;
-  int gid_index = -1;  // -1: addressed by LID alone
+  int gid_index = -1;       // -1: addressed by LID alone
+  uint16_t pkey_index = 0;  // in the port's table of partitions
   PortAttr attr{};
   std::string unusable_because;
 };
-// The first active port, or the one that was asked for, and its GID. `device` names it for sysfs.
+// The first active port, or the one that was asked for, its GID and its P_Key. `device` names it for sysfs.
 PortChoice choose_port(const Library& library, Context* context, const std::string& device);
 
 // Where a port is reached.
@@ -43,7 +44,7 @@ struct Connection {
   uint8_t reads_in = kReadDepth;  // and of theirs
 };
 // Reset to init, and init to ready to send. False: errno says why.
-bool to_init(const Library& library, Qp* qp, uint8_t port, int access);
+bool to_init(const Library& library, Qp* qp, const PortChoice& port, int access);
 bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu, const Connection& connection);
 
 }  // namespace weft::provider::ib

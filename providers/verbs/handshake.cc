@@ -41,7 +41,8 @@ Status VerbsRail::open_handshake_qp() {
 bool VerbsRail::start_handshake_qp() {
   ib::QpAttr attr{};
   attr.qp_state = ib::kStateInit;
-  attr.port_num = port_;
+  attr.port_num = port_.port;
+  attr.pkey_index = port_.pkey_index;
   attr.qkey = place_.qkey;
   bool worked = ib_.modify_qp(handshake_qp_, &attr,
                               ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
@@ -71,7 +72,7 @@ bool VerbsRail::repost_handshake(uint32_t i) {
 }
 
 ib::AhAttr VerbsRail::route_to(const Place& there) const {
-  return ib::route_to(port_, gid_index_, {there.gid, there.lid, there.mtu, there.is_ethernet != 0});
+  return ib::route_to(port_.port, port_.gid_index, {there.gid, there.lid, there.mtu, there.is_ethernet != 0});
 }
 
 Link* VerbsRail::live_link(const Place& there) {

@@ -57,6 +57,7 @@ Result<Library> open_once() {
   find(library.query_device, "ibv_query_device", base);
   find(library.query_port, "ibv_query_port", base);
   find(library.query_gid, "ibv_query_gid", base);
+  find(library.query_pkey, "ibv_query_pkey", base);
   find(library.wc_status_str, "ibv_wc_status_str", base);
   library.gid_type = gid_type_from_sysfs;
   if (!missing.empty()) return Status::make(Code::kUnsupported, "libibverbs: {} lacks{}", path, missing);

@@ -45,15 +45,16 @@ VerbsRail::~VerbsRail() {
   if (context_) ib_.close_device(context_);
 }
 
-Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
+Status VerbsRail::open(ib::Device* device, const ib::PortChoice& chosen) {
   auto step = [&](const char* what, bool worked) {
     return worked ? Status() : logged(failure(text("{} on {}", what, nic_.name)));
   };
   WEFT_TRY(config_status());
-  port_ = port;
-  gid_index_ = gid_index;
-  log_info("verbs: {} port {}, GID {} ({})", nic_.name, static_cast<int>(port), gid_index,
-           gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index));
+  port_ = chosen;
+  const uint8_t port = chosen.port;
+  const int gid_index = chosen.gid_index;
+  log_info("verbs: {} port {}, GID {} ({}), P_Key {} of its table", nic_.name, static_cast<int>(port),
+           gid_index, gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index), chosen.pkey_index);
   context_ = ib_.open_device(device);
   WEFT_TRY(step("ibv_open_device", context_));
   ib::DeviceAttr device_attr{};
@@ -253,12 +254,10 @@ bool VerbsRail::take(const ib::Wc& wc, Event& event) {
     are_handshakes_stopped_ = are_handshakes_stopped_ || wc.status != 0;
     return false;
   }
-  if (wc.status != 0) {  // of a connection that broke in the middle of a message
-    repost(static_cast<uint32_t>(wc.wr_id));
-    return false;
-  }
   Link* const link = link_of(wc.qp_num);
-  if (!link) {  // nobody counts it any more, so it is sent again where it matters
+  // That ended the connection. What was to be sent over it will only say that it has ended.
+  if (link && wc.status != 0 && wc.status != ib::kWcFlushed) recover(*link, describe(wc));
+  if (!link || wc.status != 0) {  // nobody counts it any more, so it is sent again where it matters
     repost(static_cast<uint32_t>(wc.wr_id));
     return false;
   }

@@ -18,6 +18,7 @@
 #include "base/paced_log.h"
 #include "base/proof.h"
 #include "base/random.h"
+#include "providers/verbs/connect.h"
 #include "providers/verbs/lifeline.h"
 #include "providers/verbs/verbs.h"
 
@@ -133,7 +134,7 @@ class VerbsRail : public Rail {
 
   ~VerbsRail() override;
 
-  Status open(ib::Device* device, uint8_t port, int gid_index);
+  Status open(ib::Device* device, const ib::PortChoice& port);
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
@@ -232,6 +233,8 @@ class VerbsRail : public Rail {
 
   void take_failure(Link& link, const ib::Wc& wc, Event& event);
 
+  std::string describe(const ib::Wc& failed) const;
+
   // ---- handshake
   // False when there is no room now.
   bool send_handshake(Link& link, bool is_answer);
@@ -285,8 +288,7 @@ class VerbsRail : public Rail {
   ib::Qp* handshake_qp_ = nullptr;
   ib::Mr* arena_mr_ = nullptr;
   std::unique_ptr<char[]> arena_;
-  uint8_t port_ = 1;
-  int gid_index_ = -1;
+  ib::PortChoice port_;
   Place place_;
   ib::Listener lifelines_;
   uint8_t reads_out_ = 1;                  // at a time, over one connection

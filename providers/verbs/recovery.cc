@@ -50,8 +50,7 @@ bool is_connection_broken(int status) {
 // The first operation of a link has failed; those behind it are flushed.
 void VerbsRail::take_failure(Link& link, const ib::Wc& wc, Event& event) {
   Sent& first = link.sent.front();
-  const std::string why =
-      text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
+  const std::string why = describe(wc);
   const bool is_wrong =
       is_operation_wrong(wc.status) || (!is_connection_broken(wc.status) && ++first.failures >= kFailuresMax);
   if (is_wrong) {
@@ -64,10 +63,14 @@ void VerbsRail::take_failure(Link& link, const ib::Wc& wc, Event& event) {
   recover(link, why);
 }
 
+std::string VerbsRail::describe(const ib::Wc& wc) const {
+  return text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
+}
+
 void VerbsRail::recover(Link& link, const std::string& why) {
   if (link.state == LinkState::kDraining || link.state == LinkState::kBroken) return;
   log_info("verbs: {}: a connection is made again: {}", nic_.name, why);
-  link.why = why;
+  if (link.why.empty()) link.why = why;  // the first cause
   link.state = LinkState::kDraining;
   link.drain_from = Clock::now();
   link.owes_answer = link.answers_again = false;
@@ -89,7 +92,7 @@ void VerbsRail::renew_drained() {
       continue;
     }
     if (!make_queue_pair(link)) {
-      link.why = text("making a queue pair: {}", std::strerror(errno));
+      if (link.why.empty()) link.why = text("making a queue pair: {}", std::strerror(errno));
       link.drain_from = now;
       continue;
     }
@@ -153,7 +156,7 @@ bool VerbsRail::repeat(Link& link) {
 void VerbsRail::break_link(Link& link, const std::string& why) {
   if (link.state == LinkState::kBroken) return;
   if (link.state == LinkState::kDraining) --draining_;
-  if (link.why.empty()) link.why = why;  // the first cause
+  if (link.why.empty()) link.why = why;
   link.line = {};
   link.state = LinkState::kBroken;
   link.owes_answer = link.answers_again = false;

@@ -23,7 +23,7 @@ class Verbs : public Provider {
   std::vector<Nic> probe() override {
     if (!library_.ok()) return {unusable("-", library_.status().message())};
     std::vector<Nic> nics;
-    each_device([&](ib::Device*, const Nic& nic, uint8_t, int) { nics.push_back(nic); });
+    each_device([&](ib::Device*, const Nic& nic, const ib::PortChoice&) { nics.push_back(nic); });
     if (nics.empty()) nics.push_back(unusable("-", "libibverbs finds no RDMA device"));
     return nics;
   }
@@ -32,11 +32,11 @@ class Verbs : public Provider {
     WEFT_TRY(Status(library_.status()));
     Result<std::unique_ptr<Rail>> opened =
         Status::invalid("nic: got {}, which verbs does not have", nic.name);
-    each_device([&](ib::Device* device, const Nic& found, uint8_t port, int gid_index) {
+    each_device([&](ib::Device* device, const Nic& found, const ib::PortChoice& port) {
       if (found.name != nic.name || opened.ok()) return;
       auto rail = std::make_unique<VerbsRail>(*library_, found, options.secret);
-      Status status = found.usable() ? rail->open(device, port, gid_index)
-                                     : Status(Code::kUnsupported, found.unusable_because);
+      Status status =
+          found.usable() ? rail->open(device, port) : Status(Code::kUnsupported, found.unusable_because);
       if (status.ok())
         opened = std::unique_ptr<Rail>(std::move(rail));
       else
@@ -54,7 +54,7 @@ class Verbs : public Provider {
     return nic;
   }
 
-  // Calls visit(device, nic, first active port, GID index) while the device list is held.
+  // Calls visit(device, nic, port) while the device list is held.
   template <class Visit>
   void each_device(Visit visit) {
     int count = 0;
@@ -63,28 +63,22 @@ class Verbs : public Provider {
       const std::string name = library_->get_device_name(devices[i]);
       ib::Context* context = library_->open_device(devices[i]);
       if (!context) {
-        visit(devices[i], unusable(name, "cannot be opened: " + std::string(std::strerror(errno))), 0, -1);
+        visit(devices[i], unusable(name, "cannot be opened: " + std::string(std::strerror(errno))), {});
         continue;
       }
-      uint8_t port = 0;
-      int gid_index = -1;
-      Nic nic = look_at(context, name, port, gid_index);
+      const ib::PortChoice port = ib::choose_port(*library_, context, name);
       library_->close_device(context);
-      visit(devices[i], nic, port, gid_index);
+      visit(devices[i], look_at(name, port), port);
     }
     if (devices) library_->free_device_list(devices);
   }
 
-  Nic look_at(ib::Context* context, const std::string& name, uint8_t& port, int& gid_index) {
-    const ib::PortChoice choice = ib::choose_port(*library_, context, name);
-    const ib::PortAttr& attr = choice.attr;
-    port = choice.port;
-    gid_index = choice.gid_index;
-    if (!choice.unusable_because.empty()) return unusable(name, choice.unusable_because);
+  Nic look_at(const std::string& name, const ib::PortChoice& port) {
+    if (!port.unusable_because.empty()) return unusable(name, port.unusable_because);
     Nic nic;
     nic.provider = "verbs";
     nic.name = name;
-    const RdmaDevice device = rdma_device(name, port);
+    const RdmaDevice device = rdma_device(name, port.port);
     nic.pci = device.place.pci;
     nic.numa_node = device.place.numa_node;
     nic.gbit_per_s = device.gbit_per_s;
@@ -92,7 +86,7 @@ class Verbs : public Provider {
     nic.caps.source = Source::kRoute;  // each peer has a queue pair of its own
     nic.caps.device_memory = cuda_driver().ok();
     nic.caps.dmabuf = library_->reg_dmabuf_mr != nullptr;
-    nic.caps.write_bytes_max = attr.max_msg_sz ? attr.max_msg_sz : 1u << 30;
+    nic.caps.write_bytes_max = port.attr.max_msg_sz ? port.attr.max_msg_sz : 1u << 30;
     nic.caps.message_bytes_max = kMessageBytes;
     nic.caps.tx_depth = kSendDepth;
     nic.caps.cq_depth = 8192;

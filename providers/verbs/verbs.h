@@ -45,6 +45,7 @@ struct Library {
   int (*query_device)(Context*, DeviceAttr*) = nullptr;
   int (*query_port)(Context*, uint8_t port, PortAttr*) = nullptr;
   int (*query_gid)(Context*, uint8_t port, int index, Gid*) = nullptr;
+  int (*query_pkey)(Context*, uint8_t port, int index, uint16_t* big_endian) = nullptr;
   const char* (*wc_status_str)(int) = nullptr;
   // "RoCE v2", "IB/RoCE v1", or empty where the kernel does not say; from sysfs.
   std::function<std::string(const std::string& device, int port, int index)> gid_type;

@@ -116,6 +116,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
   WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \
   WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4", between(-1, 255)) \
+  WEFT_OPTION(pkey, int64_t, 0, "P_Key of verbs, such as 0x8001: the partition of InfiniBand whose members reach each other; 0 takes the first of the port", between(0, 0xffff)) \
   WEFT_OPTION(service_level, int64_t, -1, "service level of verbs; -1 takes 3 on RoCE, 0 on InfiniBand", between(-1, 15)) \
   WEFT_OPTION(traffic_class, int64_t, -1, "traffic class of verbs on RoCE; -1 takes 104", between(-1, 255)) \
   WEFT_OPTION(rc_timeout, int64_t, 14, "verbs asks again after 4.096 us times 2 to the power of this", between(1, 31)) \

@@ -134,6 +134,7 @@ void Core::close() {
     }
     staging_->drop_all();
     arrived_.clear();
+    for (auto& state : rails) state.rail->stop();
     for (auto& [region, entry] : regions_) {
       entry.memory->alive_.store(false, std::memory_order_release);
       release_rails(*entry.memory);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/conformance/fake_verbs.h"
 
+#include <arpa/inet.h>
+
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <deque>
@@ -11,6 +14,9 @@ namespace weft::transfer::testing {
 namespace {
 
 namespace ib = provider::ib;
+
+constexpr int kWcRemoteInvalid = 9;
+constexpr std::array<uint16_t, 2> kPartitions{0xffff, 0x8001};
 
 struct Received {
   uint64_t wr_id;
@@ -27,6 +33,7 @@ struct FakeQp : ib::Qp {
   int state = 0;
   uint32_t peer = 0;
   uint32_t qkey = 0;
+  uint16_t pkey_index = 0;  // those of another partition do not hear each other
   std::deque<Received> receives;
 };
 struct FakePd {
@@ -83,7 +90,7 @@ int send_datagram(FakeQp& from, const ib::SendWr& wr) {
   complete(from.send_cq, wr.wr_id, 0, ib::kOpSend, 0, from.qp_num);
   const auto to = wire().qps.find(wr.wr.ud.remote_qpn);
   if (wire().is_lost(++wire().datagrams) || to == wire().qps.end() || to->second->receives.empty() ||
-      wr.wr.ud.remote_qkey != to->second->qkey)
+      wr.wr.ud.remote_qkey != to->second->qkey || from.pkey_index != to->second->pkey_index)
     return 0;  // lost
   const Received receive = to->second->receives.front();
   to->second->receives.pop_front();
@@ -107,7 +114,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   };
   const auto found = wire().qps.find(from.peer);
   if (found == wire().qps.end() || found->second->state < ib::kStateRtr ||
-      found->second->state == ib::kStateError || found->second->peer != from.qp_num)
+      found->second->state == ib::kStateError || found->second->peer != from.qp_num ||
+      found->second->pkey_index != from.pkey_index)
     return fail(ib::kWcRetryExceeded);
   const FakeVerbsCut cut = wire().cut ? wire().cut(++wire().operations) : FakeVerbsCut::kNone;
   if (cut == FakeVerbsCut::kBefore) return fail(ib::kWcRetryExceeded);
@@ -126,6 +134,11 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   if (takes_receive) {
     const Received receive = receives.front();
     receives.pop_front();
+    if (cut == FakeVerbsCut::kReceive) {
+      to.state = ib::kStateError;
+      complete(to.recv_cq, receive.wr_id, ib::kWcLengthError, ib::kWcRecv, 0, to.qp_num);
+      return fail(kWcRemoteInvalid);
+    }
     if (wr.opcode == ib::kOpSend && part.length)
       std::memcpy(reinterpret_cast<void*>(receive.part.addr), here, part.length);
     complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm,
@@ -231,12 +244,13 @@ int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
     wire().refused_state = -1;
     return errno = EHOSTUNREACH;
   }
-  if (mask != needs || !is_next || are_reads_too_many) {
+  if (mask != needs || !is_next || are_reads_too_many || attr->pkey_index >= kPartitions.size()) {
     errno = EINVAL;
     return EINVAL;
   }
   qp.state = attr->qp_state;
   if (qp.state == ib::kStateReset) qp.receives.clear();
+  if (qp.state == ib::kStateInit) qp.pkey_index = attr->pkey_index;
   if (qp.state == ib::kStateInit && !is_rc) qp.qkey = attr->qkey;
   if (qp.state == ib::kStateRtr) qp.peer = attr->dest_qp_num;
   return 0;
@@ -255,8 +269,14 @@ int query_port(ib::Context*, uint8_t port, ib::PortAttr* attr) {
   attr->state = port == 2 ? ib::kPortActive : 1;  // the first port is down
   attr->active_mtu = 5;
   attr->gid_tbl_len = 4;
+  attr->pkey_tbl_len = kPartitions.size();
   attr->max_msg_sz = 1u << 30;
   attr->link_layer = ib::kLinkEthernet;
+  return 0;
+}
+
+int query_pkey(ib::Context*, uint8_t, int index, uint16_t* big_endian) {
+  *big_endian = htons(kPartitions.at(static_cast<size_t>(index)));
   return 0;
 }
 
@@ -322,6 +342,7 @@ ib::Library fake_verbs_library() {
   };
   library.query_port = query_port;
   library.query_gid = query_gid;
+  library.query_pkey = query_pkey;
   library.wc_status_str = [](int) { return "fake status"; };
   library.gid_type = [](const std::string&, int, int index) {
     return std::string(index == 3 ? "RoCE v2" : "IB/RoCE v1");

@@ -22,8 +22,8 @@ class FakeVerbsLoss {
 };
 
 // What becomes of an operation of a reliable connection that the wire cuts: it is not executed, or it is and nobody hears
-// of it. Either way the connection breaks, as after retries.
-enum class FakeVerbsCut { kNone, kBefore, kAfter };
+// of it, as after retries; or it fails where it is received, which ends the connection there first.
+enum class FakeVerbsCut { kNone, kBefore, kAfter, kReceive };
 
 // While it lives, `cut` says what becomes of each such operation, by its number.
 class FakeVerbsCuts {

@@ -72,7 +72,10 @@ struct Stranger {
     registration = *rail->enroll({memory.data(), memory.size()}, kLocal);
     rail->post_recv(memory.data(), 8192, registration.lkey, &received);
   }
-  ~Stranger() { rail->release(registration); }
+  ~Stranger() {
+    rail->stop();
+    rail->release(registration);
+  }
 
   std::string hear() {
     std::string message;

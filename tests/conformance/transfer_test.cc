@@ -3,7 +3,9 @@
 // What the transfer engine promises, over every provider that is usable here.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 
+#include <array>
 #include <atomic>
 #include <filesystem>
 
@@ -70,6 +72,51 @@ class TransferTest : public OnBackend {};
 
 INSTANTIATE_TEST_SUITE_P(All, TransferTest, ::testing::ValuesIn(backends()),
                          [](const auto& info) { return info.param.label; });
+
+// A rail without an engine, with two receives of registered memory.
+struct BareRail {
+  static constexpr uint64_t kBytes = 1024;
+  explicit BareRail(provider::Provider& provider) {
+    for (const provider::Nic& nic : provider.probe())
+      if (nic.usable() && !rail) rail = std::move(*provider.open(nic, {}));
+    registration = *rail->enroll({memory.data(), memory.size()}, kLocal);
+    for (size_t i = 0; i < receives.size(); ++i)
+      rail->post_recv(&memory[i * kBytes], kBytes, registration.lkey, &receives[i]);
+  }
+  bool poll() {  // whether a message has come
+    std::array<provider::Event, 8> events;
+    const size_t count = rail->poll(events.data(), events.size());
+    return std::any_of(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(count),
+                       [](const auto& event) { return event.kind == provider::EventKind::kReceived; });
+  }
+
+  std::vector<char> memory = std::vector<char>(3 * kBytes);
+  std::unique_ptr<provider::Rail> rail;
+  provider::Registration registration;
+  std::array<provider::Context, 2> receives;
+  provider::Context sent;
+};
+
+TEST_P(TransferTest, WhatComesBeforeARailStopsReachesNoReleasedRegistration) {
+  BareRail from(*provider_), to(*provider_);
+  const provider::Route route = *from.rail->resolve(to.rail->address());
+  const auto say = [&] {
+    return from.rail->post_send(route, &from.memory[2 * BareRail::kBytes], 100, from.registration.lkey,
+                                &from.sent) != provider::Posted::kAgain;
+  };
+  const auto poll_both = [&] { return from.poll(), to.poll(); };
+  ASSERT_TRUE(wait_until(soon(), say, [&] { return poll_both(), false; }));
+  ASSERT_TRUE(wait_until(soon(), poll_both));
+  ASSERT_TRUE(wait_until(soon(), say, [&] { return from.poll(), false; }));
+  wait_until(soon(0.2), [&] { return from.poll(), false; });  // it is there, and nobody looks
+  mallopt(M_PERTURB, 0x5a);                                   // what is freed becomes garbage
+  to.rail->stop();
+  to.rail->release(to.registration);
+  to.rail.reset();
+  mallopt(M_PERTURB, 0);
+  from.rail->stop();
+  from.rail->release(from.registration);
+}
 
 TEST_P(TransferTest, WritesOfEverySizeArriveBeforeTheirImmediate) {
   Pair pair(provider_, 1, 1, 1 << 20);

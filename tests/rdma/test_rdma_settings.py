@@ -43,15 +43,22 @@ print(sorted(set(seen)))
 """
 
 
-def test_service_level_and_traffic_class_are_those_of_the_settings(guests: list[Guest], python: str) -> None:
+def test_partition_service_level_and_traffic_class_are_those_of_the_settings(
+    guests: list[Guest], python: str
+) -> None:
     looker = guests[0].start(f"{python} -c '{CLASSES}'")
     looker.until("listens", SECONDS)
-    owner, writer = start(
-        guests, "verbs", "--seconds 4 --set WEFT_SERVICE_LEVEL=5 --set WEFT_TRAFFIC_CLASS=96"
-    )
+    variables = ("WEFT_PKEY=0xffff", "WEFT_SERVICE_LEVEL=5", "WEFT_TRAFFIC_CLASS=96")
+    owner, writer = start(guests, "verbs", "--seconds 4 " + " ".join(f"--set {pair}" for pair in variables))
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
     assert "[96]" in looker.wait(SECONDS)
+
+
+def test_a_partition_that_a_port_is_not_in_is_named(guests: list[Guest], python: str) -> None:
+    said = guests[0].run(f"WEFT_PKEY=0x8001 {python} -c '{PLACES}'")
+    why = "port 1 is not in the partition of P_Key 0x8001 (WEFT_PKEY)"
+    assert said.splitlines()[:2] == [f"verbs rxe0 {why}", f"verbs rxe1 {why}"], said
 
 
 @pytest.fixture

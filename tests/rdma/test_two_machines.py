@@ -58,6 +58,7 @@ def run_ranks(guests: list[Guest], what: str) -> str:
     return "".join(job.wait(SECONDS * 2) for job in jobs)
 
 
+@pytest.mark.torch
 @pytest.mark.timeout(1500)
 def test_ranks_of_two_machines_get_right_results(guests: list[Guest]) -> None:
     said = run_ranks(guests, "calls")
@@ -76,6 +77,7 @@ def test_ranks_of_two_machines_get_right_results(guests: list[Guest]) -> None:
     assert len(pids) == 4 and len(set(pids)) == 2, "ranks of both machines have the same process numbers"
 
 
+@pytest.mark.torch
 @pytest.mark.timeout(1500)
 def test_a_killed_rank_is_blamed_and_not_its_namesake_on_the_other_machine(guests: list[Guest]) -> None:
     said = run_ranks(guests, "killed")
@@ -84,6 +86,7 @@ def test_a_killed_rank_is_blamed_and_not_its_namesake_on_the_other_machine(guest
         assert "rank 3" in line, said
 
 
+@pytest.mark.torch
 @pytest.mark.timeout(1500)
 def test_the_guide_of_a_kv_cache_works_between_machines(guests: list[Guest]) -> None:
     decode = guests[0].fork("guide", "decode")

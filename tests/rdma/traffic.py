@@ -7,7 +7,7 @@
 The writer writes a block with an immediate, reads it back, and sends its number as a message, time after time, until
 --seconds have passed; then it sends the number of its blocks. The owner checks that as many immediates came, no more,
 and that all messages came in order. Each prints lines that begin with a word ("ready", "block", "done", "lost"), and
-ends with 0 if all was right, with 3 if it lost the other, which it then names.
+ends with 0 if all was right, with 4 if what came was wrong, with 3 if it lost the other, which it then names.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ BLOCK = 20_000  # bytes: some packets each
 WORD = struct.Struct(
     "<QQQ"
 )  # of a message: whether it is the last, blocks until now, those that were done again
-LOST = 3
+LOST, WRONG = 3, 4
 POISON = b"\xfd"  # where a read's bytes are to come; no block has it
 MEET_SECONDS = 120.0
+
+
+class WrongError(Exception):
+    """What came is not what was sent."""
 
 
 def exchange(line: socket.socket, mine: Any) -> Any:
@@ -101,16 +105,16 @@ class Side:
                 break
             count += 1
             if number != count:
-                raise SystemExit(f"message {number} came as the {count}th")
+                raise WrongError(f"message {number} came as the {count}th")
         if number != count:
-            raise SystemExit(f"{number} messages were sent, {count} came")
+            raise WrongError(f"{number} messages were sent, {count} came")
         counter = self.engine.imm(self.peer, 5)
         counter.wait(count)
         time.sleep(0.5)
         if not count <= counter.value <= count + again:
-            raise SystemExit(f"{count} immediates were sent, {again} of them again, {counter.value} came")
+            raise WrongError(f"{count} immediates were sent, {again} of them again, {counter.value} came")
         if (wrong := difference(block_of(count), self.buffer[:BLOCK])) is not None:
-            raise SystemExit(f"the last block is not in place, {wrong}")
+            raise WrongError(f"the last block is not in place, {wrong}")
         say("done", count)
 
     def write(self) -> None:
@@ -153,7 +157,7 @@ class Side:
         self.buffer[BLOCK:] = POISON * BLOCK
         self.engine.read(self.memory, self.remote, BLOCK, dst_offset=BLOCK).wait()
         if (wrong := difference(self.buffer[:BLOCK], self.buffer[BLOCK:])) is not None:
-            raise SystemExit(f"block {count} reads otherwise than it was written, {wrong}")
+            raise WrongError(f"block {count} reads otherwise than it was written, {wrong}")
 
 
 def block_of(number: int) -> bytes:
@@ -196,6 +200,9 @@ def main() -> int:
     except PeerLost as error:
         say("lost", error)
         return LOST
+    except WrongError as error:
+        say("wrong", error)
+        return WRONG
     except Error as error:
         say("error", error)
         return 1

@@ -169,6 +169,7 @@ FakeObject* FakeDevx::State::make_qp(Reader& in) {
 void FakeDevx::State::to_init(FakeObject& qp, Reader& in) {
   check(qp.state == 0 && in.bits(26, 0x18) == 3, "a queue pair is started again");
   check(in.take(85, 1) == 2, "a queue pair of another port");
+  (void)in.take(50, 2);  // P_Key, by its place in the port's table
   check(in.bits(170, 0xe0) == 7 && in.bits(169, 0x0f) == 1, "a queue pair without reads, writes or atomics");
   qp.state = 1;
 }

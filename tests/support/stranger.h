@@ -117,6 +117,7 @@ inline Stranger::Stranger(std::shared_ptr<provider::Provider> provider, const st
 
 inline Stranger::~Stranger() {
   (void)settle(1);
+  rail_->stop();
   rail_->release(registration_);
 }
 

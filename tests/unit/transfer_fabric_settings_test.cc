@@ -62,6 +62,18 @@ TEST(FabricSettings, RegistrationsAreNotCachedAndQueuesFitTheDevice) {
   EXPECT_THAT(in_environment(), IsEmpty()) << "left in the environment";
 }
 
+TEST(FabricSettings, ReceivesAreSharedFromThenOn) {
+  unsetenv("FI_OFI_RXM_USE_SRX");
+  read_with(0);
+  EXPECT_EQ(std::getenv("FI_OFI_RXM_USE_SRX"), nullptr);
+  read_with(32767);
+  EXPECT_STREQ(std::getenv("FI_OFI_RXM_USE_SRX"), "1");
+  setenv("FI_OFI_RXM_USE_SRX", "0", 1);
+  read_with(32767);
+  EXPECT_STREQ(std::getenv("FI_OFI_RXM_USE_SRX"), "0") << "what the user has set";
+  unsetenv("FI_OFI_RXM_USE_SRX");
+}
+
 TEST(FabricSettings, ALongQueueIsLeftAsItIs) {
   EXPECT_EQ(read_with(4194303).count("FI_UNIVERSE_SIZE"), 0u);
 }

@@ -181,6 +181,23 @@ TEST(VerbsRecovery, WhatIsUnderWayFailsWithTheFirstCauseWhenThePeerHasGivenTheLi
   EXPECT_NE(ends.a.rail->refusal().find("status 12"), std::string::npos) << ends.a.rail->refusal();
 }
 
+TEST(VerbsRecovery, AReceiveThatFailsIsTheCauseOfWhatItEnds) {
+  Ends ends;
+  std::array<Context, 3> contexts;
+  ASSERT_TRUE(ends.write_soon(ends.a, ends.b, ends.a_to_b, 0, contexts[0]));
+  ASSERT_TRUE(ends.write_soon(ends.b, ends.a, ends.b_to_a, 0, contexts[1]));
+  ASSERT_TRUE(ends.poll_until([&] { return ends.a.done.size() + ends.b.done.size() == 2; }));
+  const FakeVerbsCuts cuts([](uint32_t) { return FakeVerbsCut::kReceive; });
+  ASSERT_EQ(ends.write(ends.a, ends.b, ends.a_to_b, 1, contexts[0]), Posted::kOk);
+  ASSERT_EQ(ends.write(ends.b, ends.a, ends.b_to_a, 1, contexts[2]),
+            Posted::kOk);  // over a queue pair that has stopped
+  ends.b.poll();
+  ends.b.rail->forget(ends.b_to_a);
+  ends.b.poll();
+  ASSERT_EQ(ends.b.failed.size(), 1u);
+  EXPECT_NE(ends.b.failed[0].find("status 1,"), std::string::npos) << ends.b.failed[0];
+}
+
 TEST(VerbsRecovery, ARailThatIsGoneIsNoticedWithoutATimeout) {
   Ends ends;
   Context context, later;

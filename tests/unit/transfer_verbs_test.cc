@@ -156,6 +156,9 @@ TEST(VerbsProbe, PortAndGidCanBeGiven) {
   EXPECT_EQ(whys("WEFT_IB_PORT", "9"), "port 9 (WEFT_IB_PORT) is not active");
   EXPECT_EQ(whys("WEFT_GID_INDEX", "2"), "");
   EXPECT_EQ(whys("WEFT_GID_INDEX", "4"), "GID 4 (WEFT_GID_INDEX) is beyond its 4");
+  EXPECT_EQ(whys("WEFT_PKEY", "0x8001"), "");
+  EXPECT_EQ(whys("WEFT_PKEY", "0x1"), "") << "the top bit says how a port is a member, not of what";
+  EXPECT_EQ(whys("WEFT_PKEY", "0x8002"), "port 2 is not in the partition of P_Key 0x8002 (WEFT_PKEY)");
 }
 
 TEST(VerbsProbe, SettingsThatDoNotFitAreRefused) {

@@ -80,10 +80,10 @@ inline constexpr Field kService{0x08, 8}, kPathState{0x13, 2}, kPd{0x28, 24}, kM
     kRecordUmem{0x720, 32};
 inline constexpr Field kUmemOffset{0x800, 64}, kUmem{0x840, 32}, kIsUmem{0x860, 1};  // of the command
 inline constexpr uint32_t kPath = kContext + 0xc0;
-inline constexpr Field kPathIsGlobal{0x28, 1}, kPathLid{0x30, 16}, kPathAckTimeout{0x40, 5},
-    kPathSourceGid{0x48, 8}, kPathHops{0x58, 8}, kPathClass{0x64, 8}, kPathGid{0x80, 32}, kPathDscp{0x10a, 6},
-    kPathSourcePort{0x110, 16}, kPathPriority{0x121, 3}, kPathLevel{0x124, 4}, kPathPort{0x128, 8},
-    kPathMacHigh{0x130, 16}, kPathMacLow{0x140, 32};
+inline constexpr Field kPathPkey{0x10, 16}, kPathIsGlobal{0x28, 1}, kPathLid{0x30, 16},
+    kPathAckTimeout{0x40, 5}, kPathSourceGid{0x48, 8}, kPathHops{0x58, 8}, kPathClass{0x64, 8},
+    kPathGid{0x80, 32}, kPathDscp{0x10a, 6}, kPathSourcePort{0x110, 16}, kPathPriority{0x121, 3},
+    kPathLevel{0x124, 4}, kPathPort{0x128, 8}, kPathMacHigh{0x130, 16}, kPathMacLow{0x140, 32};
 inline constexpr uint32_t kReliable = 0, kMigrated = 3, kNoReceives = 3, kAtomicsOf8Bytes = 1;
 }  // namespace qp
 

@@ -201,6 +201,7 @@ Status DeviceQueue::to_init() {
   Command command(CommandCode::kResetToInit);
   command.set(qp::kContext + qp::kPathState, qp::kMigrated);
   command.set(qp::kPath + qp::kPathPort, nic_->port.port);
+  command.set(qp::kPath + qp::kPathPkey, nic_->port.pkey_index);
   command.set(qp::kContext + qp::kTakesReads, 1);
   command.set(qp::kContext + qp::kTakesWrites, 1);
   command.set(qp::kContext + qp::kTakesAtomics, 1);

@@ -78,7 +78,7 @@ class Mlx5Queue : public QueuePair {
     WEFT_TRY(create());
     WEFT_TRY(find_memory());
     WEFT_TRY(pin());
-    if (!ib::to_init(nic_->verbs, qp_, nic_->port.port,
+    if (!ib::to_init(nic_->verbs, qp_, nic_->port,
                      ib::kAccessRemoteWrite | ib::kAccessRemoteRead | ib::kAccessRemoteAtomic))
       return failed("starting a queue pair", nic_->name);
     psn_ = static_cast<uint32_t>(random_key()) & 0xffffff;

@@ -51,13 +51,19 @@ class Workers:
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all workers
         gc.collect()
         gc.freeze()  # what is here now stays: looking at it again in every process would copy its pages
+        try:
+            self._run_all(session)
+        finally:
+            gc.unfreeze()  # modules say at the end what they have not seen go
+        return True
+
+    def _run_all(self, session: pytest.Session) -> None:
         shares: dict[tuple[Any, ...], Share] = {}
         for place, item in enumerate(session.items):
             shares.setdefault(_share_of(item), []).append(place)
         together = [share for (is_alone, *_), share in shares.items() if not is_alone]
         self._run(session, together, self._count)
         self._run(session, [share for (is_alone, *_), share in shares.items() if is_alone], 1)
-        return True
 
     def _run(self, session: pytest.Session, shares: list[Share], count: int) -> None:
         # What takes long begins early: faults, which wait for deadlines, then by the number of tests.

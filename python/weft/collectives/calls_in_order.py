@@ -82,6 +82,7 @@ class CallsInOrder:
             error = run(lost if is_last else None)
             if lost is None and isinstance(error, PeerLost):
                 lost = error
+            del run, error  # they keep the tensors of the call, and the next one may be long in coming
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()

@@ -15,19 +15,25 @@ from weft.transfer.reshard.dtensors import layout_of
 from weft.transfer.reshard.layout import Box, Layout, TensorMeta
 from weft.transfer.reshard.plan import Links, Plan
 from weft.transfer.reshard.planner import plan
+from weft.transfer.reshard.push import Arrivals, Push, Update, WriteList, write_lists
 from weft.transfer.reshard.rules import Rule, Split, layout_by_rules
 from weft.transfer.reshard.verify import verify
 
 __all__ = [
+    "Arrivals",
     "Box",
     "Layout",
     "Links",
     "Plan",
+    "Push",
     "Rule",
     "Split",
     "TensorMeta",
+    "Update",
+    "WriteList",
     "layout_by_rules",
     "layout_of",
     "plan",
     "verify",
+    "write_lists",
 ]

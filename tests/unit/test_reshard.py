@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.errors import Error
 from weft.transfer.reshard import (
@@ -273,7 +276,15 @@ def _other_form(column: str) -> Any:
     return mutate
 
 
+def _emptied(made: Plan, piece: int, data: Any) -> Plan:
+    """Loops that are never walked: all else stays as it is."""
+    count = made.forms.count.copy()
+    count[made.form[piece], data.draw(st.integers(0, 3))] = 0
+    return replace(made, forms=replace(made.forms, count=count))
+
+
 MUTANTS = [
+    _emptied,
     _dropped,
     _doubled,
     _instead,
@@ -304,6 +315,28 @@ def test_a_strided_shard_has_the_rows_that_torchs_first_offset_hides() -> None:
     meta = TensorMeta((8,), "int32")
     boxes = boxes_of_dtensor("w", meta, np.arange(2), [_StridedShard(0, split_factor=2)])
     assert [(box.start, box.stop) for box in boxes if box.rank == 0] == [((0,), (2,)), ((4,), (6,))]
+
+
+def test_a_state_dict_of_dtensors_says_what_all_ranks_have() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(35, dtype=torch.int32).view(5, 7)
+        cut = distribute_tensor(whole, mesh, [Shard(0), Shard(-1)], src_data_rank=None)
+        layout = layout_of({"cut": cut, "norm": torch.zeros(3)}, ranks=range(4))
+        held = {layout.describe(row) for row in range(len(layout.boxes)) if layout.boxes.tensor[row] == 0}
+        assert held == {
+            "cut[0:3, 0:4] of rank 0",
+            "cut[0:3, 4:7] of rank 1",
+            "cut[3:5, 0:4] of rank 2",
+            "cut[3:5, 4:7] of rank 3",
+        }
+        assert tuple(cut.to_local().shape) == (3, 4)
+        partial = DTensor.from_local(torch.zeros(2, 2), mesh, [Partial(), Replicate()])
+        with pytest.raises(Error, match=r"placements of 'p': got Partial\(sum\), allowed: Shard"):
+            layout_of({"p": partial})
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- rules

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import zipfile
@@ -188,6 +189,11 @@ class Plan:
             raise invalid("path", path, "a plan of the same layouts, links, buckets and format")
         _check_form(str(path), columns, forms, len(src.boxes), len(dst.boxes))
         return Plan(src, dst, links, bucket_bytes, **columns, forms=forms, bound_s=bound_s)
+
+
+def key_of(src: Layout, dst: Layout, links: Links, bucket_bytes: int) -> str:
+    """Return a digest of all that a plan is made from."""
+    return hashlib.sha256(repr(_facts(src, dst, links, bucket_bytes)).encode()).hexdigest()
 
 
 def _facts(src: Layout, dst: Layout, links: Links, bucket_bytes: int) -> tuple[object, ...]:

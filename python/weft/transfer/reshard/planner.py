@@ -19,7 +19,7 @@ from weft.errors import Error, invalid, quoted
 from weft.transfer.buffers import whole
 from weft.transfer.reshard.balance import Floats, Groups, bound_s, shares
 from weft.transfer.reshard.layout import DIMS, Columns, Ints, Layout
-from weft.transfer.reshard.plan import Forms, Links, Plan
+from weft.transfer.reshard.plan import Forms, Links, Plan, key_of
 from weft.transfer.reshard.regions import Regions, cells_of, overlaps, ranges, regions_of
 
 _CUT_BYTES_MIN = 64 << 10  # pieces are not cut smaller than that to balance links
@@ -75,10 +75,10 @@ def plan(
         return _made(src, dst, links, bucket_bytes)
     if not Path(cache).is_dir():
         raise invalid("cache", quoted(cache), "a folder that exists")
-    file = Path(cache) / f"{src.digest[:32]}-{dst.digest[:32]}.npz"
+    file = Path(cache) / f"{key_of(src, dst, links, bucket_bytes)}.npz"
     try:
         return Plan.load(file, src, dst, links=links, bucket_bytes=bucket_bytes)
-    except (OSError, Error):  # none yet, or one for other links
+    except (OSError, Error):  # none yet, or a broken one
         made = _made(src, dst, links, bucket_bytes)
         made.save(file)
         return made

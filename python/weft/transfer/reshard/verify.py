@@ -118,6 +118,8 @@ def _walk_alike(nest: list[tuple[int, int, int]], elements: list[tuple[int, int,
     """
     left = [loop for loop in elements if loop[0] != 1]
     for count, src_stride, dst_stride in reversed([loop for loop in nest if loop[0] != 1]):
+        if count < 1:
+            return False
         done = 1
         while done < count:
             fitting = [
@@ -209,13 +211,13 @@ def _check_runs_apart(dst: Layout, rows: Ints) -> None:
         begins.append(begin)
         lengths.append(np.full(len(begin), length))
         owners.append(np.full(len(begin), row))
-    begin, length, owner = (np.concatenate(column) for column in (begins, lengths, owners))
-    order = np.argsort(begin, kind="stable")
-    end = np.maximum.accumulate((begin + length)[order])
-    meets = begin[order][1:] < end[:-1]
+    at, nbytes, owner = (np.concatenate(column) for column in (begins, lengths, owners))
+    order = np.argsort(at, kind="stable")
+    end = np.maximum.accumulate((at + nbytes)[order])
+    meets = at[order][1:] < end[:-1]
     if meets.any():
-        at = int(meets.argmax())
-        one, other = int(owner[order][at]), int(owner[order][at + 1])
+        row = int(meets.argmax())
+        one, other = int(owner[order][row]), int(owner[order][row + 1])
         where = dst.memories[dst.boxes.memory[other]]
         raise _refuse(f"{dst.describe(one)} and {dst.describe(other)} share bytes of the memory {where!r}")
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from weft.errors import Error
+from weft.testing.ranks import Rank, run_ranks
 from weft.transfer import TransferEngine, nics
 from weft.transfer.reshard import (
     Arrivals,
@@ -86,7 +88,9 @@ def boxes(
     b = layout.boxes
     for row in range(len(b)):
         name = layout.names[b.tensor[row]]
-        memory = memories[int(b.rank[row]), layout.memories[b.memory[row]]]
+        memory = memories.get((int(b.rank[row]), layout.memories[b.memory[row]]))
+        if memory is None:
+            continue
         shape = tuple(b.stop[row] - b.start[row])
         whole = (
             np.arange(int(np.prod(layout.extents[b.tensor[row]])), dtype=np.int32) * 7
@@ -161,6 +165,42 @@ def test_updates_arrive_whole(job: Job) -> None:
         for view, part in boxes(job.made.dst, job.destination_memory, version):
             assert np.array_equal(view, part)
     assert sum(push.nbytes for push in job.pushes) == job.made.nbytes.sum()
+
+
+def _update(rank: Rank, provider: str) -> None:
+    """Be a trainer (ranks 0 to 3) or a server, for three updates."""
+    made = plan(*layouts(), bucket_bytes=16 << 10)
+    is_trainer, own = rank.rank < 4, rank.rank % 4
+    layout = made.src if is_trainer else made.dst
+    memories = {key: memory for key, memory in memories_of(layout).items() if key[0] == own}
+    with TransferEngine(provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S) as engine:
+        mine = {name: engine.register(m, remote_write=not is_trainer) for (_, name), m in memories.items()}
+        told: list[Any] = [None] * rank.size
+        descriptors = {} if is_trainer else {name: memory.descriptor for name, memory in mine.items()}
+        dist.all_gather_object(told, (engine.address, descriptors), rank.group)
+        peers = {i % 4: engine.connect(told[i][0]) for i in range(8) if (i < 4) != is_trainer}
+        if is_trainer:
+            remotes = {(i - 4, n): engine.attach(d) for i in range(4, 8) for n, d in told[i][1].items()}
+            push = Push(made, own, engine, mine, remotes)
+        else:
+            arrivals = Arrivals(made, own, engine, peers)
+        for version in (1, 2, 3):
+            rank.meet()
+            if is_trainer:
+                for view, part in boxes(layout, memories, version):
+                    view[...] = part
+                push.start().wait(TIMEOUT_S)
+            else:
+                arrivals.wait(version)
+                assert all(np.array_equal(view, part) for view, part in boxes(layout, memories, version))
+        rank.meet()
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+def test_updates_arrive_whole_at_other_processes(provider: str) -> None:
+    if unusable := nics(provider)[0].unusable_because:
+        pytest.skip(unusable)
+    run_ranks(8, _update, provider, with_gpus=False)
 
 
 def test_memory_that_does_not_fit_is_named(job: Job) -> None:

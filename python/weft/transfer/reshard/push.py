@@ -232,6 +232,8 @@ class _Bucket:
 class Arrivals:
     """What a destination waits for: an immediate of each source and bucket that writes to it.
 
+    Make it before the sources start: it counts from then on.
+
     Args:
         made: the plan.
         destination: this rank among the plan's destinations.

@@ -410,7 +410,14 @@ def test_tied_names_are_one_tensor_of_which_memory_is_written_once() -> None:
     both = Layout.boxed(tensors, [Box(0, name, (0, 0), (4, 2), "shared") for name in tensors], tied=tied)
     separate = layout_by_rules(tensors, {"tp": 2}, [Rule(".*", {1: "tp"})])
     wholes = {name: torch.arange(8, dtype=torch.int32).view(4, 2) for name in tensors}
-    for made in (plan(one, both), plan(both, one), plan(one, separate)):
+    turned = Layout.boxed(tensors, [Box(0, "head", (0, 0), (4, 2))], tied={"embed": "head"})
+    for made in (
+        plan(one, both),
+        plan(both, one),
+        plan(one, separate),
+        plan(one, turned),
+        plan(turned, both),
+    ):
         verify(made)
         destinations = memories_of(made.dst, 0xEE)
         written = run(made, filled(made.src, wholes), destinations)
@@ -518,6 +525,14 @@ def test_destinations_whose_boxes_share_bytes_are_refused() -> None:
 
 META = {"w": TensorMeta((4, 4), "int32")}
 REFUSED = [
+    (
+        lambda: Layout.boxed(META, [Box(0, "w", (0.5, 0), (4, 4))]),
+        r"boxes: got Box\(rank=0.*allowed: whole numbers",
+    ),
+    (
+        lambda: layout_by_rules(META, {"tp": 2}, [Rule("w", {0: 7})]),
+        "shard: got 7, allowed: Split, or axes of the mesh",
+    ),
     (lambda: TensorMeta((1,) * 5), r"shape: got \(1, 1, 1, 1, 1\), allowed: 0 to 4 dimensions"),
     (lambda: TensorMeta((1,), "int7"), "dtype: got 'int7', allowed: bfloat16"),
     (

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import invalid, quoted
+from weft.runtime.tensors import index_of
 from weft.transfer.buffers import whole
 
 Ints = npt.NDArray[np.int64]
@@ -231,7 +232,10 @@ class Layout:
             start, stop, strides = _full(box, tensors[box.tensor])
             memory = memory_numbers[box.memory or box.tensor]
             rank = whole("rank", box.rank, (1 << 31) - 1)
-            row[:] = [rank, numbers[box.tensor], *start, *stop, memory, box.offset, *strides]
+            values = [rank, numbers[box.tensor], *start, *stop, memory, box.offset, *strides]
+            if any(index_of(value) is None for value in values):  # an array would cut them off
+                raise invalid("boxes", quoted(box), "whole numbers")
+            row[:] = values
         parts = np.split(rows, np.cumsum([1, 1, DIMS, DIMS, 1, 1]), axis=1)
         columns = Columns(*(p[:, 0] if p.shape[1] == 1 else p for p in parts))
         return Layout(tensors, columns, tuple(memories), dict(tied or {}))

@@ -107,14 +107,17 @@ def _made(src: Layout, dst: Layout, links: Links, bucket_bytes: int) -> Plan:
 
 def _numbers(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
     """Return common numbers of both sides' tensors, -1 where the destination has none. Raises: weft.Error."""
-    tied = {**src.tied, **dst.tied}
+    roots: dict[str, str] = {}
 
     def untied(name: str) -> str:
-        seen = {name}
-        while name in tied and tied[name] not in seen:
-            name = tied[name]
-            seen.add(name)
+        while name in roots:
+            name = roots[name]
         return name
+
+    for alias, name in [*src.tied.items(), *dst.tied.items()]:  # the two sides may tie other ways round
+        first, second = sorted((untied(alias), untied(name)))
+        if first != second:
+            roots[second] = first
 
     has_box = np.bincount(dst.boxes.tensor, minlength=len(dst.names)) > 0
     sources = {untied(name): meta for name, meta in src.tensors.items()}
@@ -296,7 +299,6 @@ def _runs(extent: Ints, a: Ints, b: Ints, item: Ints) -> tuple[Ints, Ints, Ints,
     # The destination's innermost dimension comes last; those of extent 1 are no loops.
     order = np.argsort(np.where(extent > 1, -b, -(1 << 62)), axis=1, kind="stable")
     extent, a, b = (np.take_along_axis(column, order, axis=1) for column in (extent, a, b))
-    run = item.copy()
     # Levels from inner to outer; level 0 is the run.
     count, src_stride, dst_stride = (np.zeros((len(rows), DIMS + 1), np.int64) for _ in range(3))
     count[:, 0], src_stride[:, 0], dst_stride[:, 0] = item, 1, 1
@@ -314,9 +316,8 @@ def _runs(extent: Ints, a: Ints, b: Ints, item: Ints) -> tuple[Ints, Ints, Ints,
             s[new],
             d[new],
         )
-    run = count[:, 0]
     outward = slice(DIMS, 0, -1)
-    return run, np.maximum(count[:, outward], 1), src_stride[:, outward], dst_stride[:, outward]
+    return count[:, 0], np.maximum(count[:, outward], 1), src_stride[:, outward], dst_stride[:, outward]
 
 
 def summary(made: Plan) -> Mapping[str, object]:
@@ -330,7 +331,7 @@ def summary(made: Plan) -> Mapping[str, object]:
         "bytes": int(made.nbytes.sum()),
         "pieces": len(made),
         "runs": int(made.runs.sum()),
-        "run_bytes_min": int(runs.min(initial=1 << 62)) if len(runs) else 0,
+        "run_bytes_min": int(runs.min()) if len(runs) else 0,
         "run_bytes_mean": float(made.nbytes.sum() / max(int(made.runs.sum()), 1)),
         "pairs": len(pairs),
         "buckets": int(made.bucket.max(initial=-1)) + 1,

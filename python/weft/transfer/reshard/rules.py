@@ -51,7 +51,9 @@ class Rule:
     """
 
     pattern: str
-    shard: Mapping[int, str | Split | Sequence[str | Split]] = field(default_factory=dict)
+    shard: Mapping[int, str | Split | list[str | Split] | tuple[str | Split, ...]] = field(
+        default_factory=dict
+    )
     on: Mapping[str, Coordinates] = field(default_factory=dict)
     memory: str | None = None
     order: int | Callable[[re.Match[str]], tuple[int, ...]] = 0
@@ -157,7 +159,7 @@ class _Mesh:
         for dim, axes in rule.shard.items():
             if not 0 <= dim < len(full):
                 raise invalid("shard", dim, f"dimensions of {meta.shape}")
-            for one in [axes] if isinstance(axes, str | Split) else axes:
+            for one in axes if isinstance(axes, list | tuple) else [axes]:
                 part, parts = self.part(one)
                 chunk = -(-local[:, dim] // parts)
                 begin = np.minimum(part[chosen] * chunk, local[:, dim])
@@ -169,6 +171,8 @@ class _Mesh:
         """Return which part each rank has, and how many parts there are."""
         if isinstance(axis, str):
             return self.coordinate_of(axis, "shard"), self.axes[axis]
+        if not isinstance(axis, Split):
+            raise invalid("shard", quoted(axis), f"Split, or axes of the mesh: {', '.join(self.axes)}")
         size = self.size(axis.axis, "shard")
         if not isinstance(axis.parts, int) or axis.parts < 1 or size % axis.parts:
             raise invalid("parts", quoted(axis.parts), f"a divisor of {size}, the size of {axis.axis!r}")

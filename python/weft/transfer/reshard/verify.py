@@ -69,8 +69,12 @@ def _outside(
 
 def _common_names(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
     """Return numbers of both sides' tensors, equal where the names are, or are tied."""
-    tied = dict(src.tied) | dict(dst.tied)
-    first = {name: tied.get(tied.get(name, name), tied.get(name, name)) for name in {*src.names, *dst.names}}
+    ties = [*src.tied.items(), *dst.tied.items()]
+    first = {name: name for name in {*src.names, *dst.names, *(name for tie in ties for name in tie)}}
+    while any(first[one] != first[other] for one, other in ties):
+        for tie in ties:
+            least = min(first[name] for name in tie)
+            first.update(dict.fromkeys(tie, least))
     number = {name: i for i, name in enumerate(sorted(set(first.values())))}
     of_src, of_dst = (np.array([number[first[n]] for n in side.names], np.int64) for side in (src, dst))
     return of_src, of_dst

@@ -502,6 +502,7 @@ def test_a_plan_is_kept_under_its_digests(tmp_path: Path) -> None:
         np.array_equal(getattr(made, n), getattr(again, n))
         for n in ("src_box", "dst_offset", "form", "start")
     )
+    assert again.digest == made.digest != _dropped(made, 0, None).digest
     verify(again)
     with pytest.raises(Error, match="allowed: a plan of the same layouts, links, buckets and format"):
         Plan.load(file, dst, src, bucket_bytes=1 << 30)

@@ -152,6 +152,17 @@ class Plan:
         """The bound over the prediction: 1.0 is a plan that none can be faster than."""
         return self.bound_s / self.predicted_s if self.predicted_s else 1.0
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the plan and of what it was made from, in hexadecimal: equal on both sides that run one plan."""
+        sha = hashlib.sha256(key_of(self.src, self.dst, self.links, self.bucket_bytes).encode())
+        for column in [
+            *(getattr(self, name) for name in _COLUMNS),
+            *(getattr(self.forms, name) for name in _FORMS),
+        ]:
+            sha.update(np.ascontiguousarray(column, "<i8").tobytes())
+        return sha.hexdigest()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which others see whole or not at all. The layouts are named by their digests."""
         place = Path(path)

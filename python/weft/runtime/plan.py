@@ -79,6 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON instead of tables: a list, one for each plan"
     )
     add_wide_argument(parser)
+    _add_reshard(parser)
+
+
+def _add_reshard(parser: argparse.ArgumentParser) -> None:
+    """Offer ``weft plan reshard``, which plans something else."""
+    from weft.transfer import reshard_command
+
+    line = "which bytes go where between trainers and servers, and how long that takes on paper"
+    reshard = parser.add_subparsers(metavar="reshard").add_parser("reshard", help=line, description=line)
+    reshard_command.add_arguments(reshard)
+    reshard.set_defaults(run=reshard_command.run, refuse=reshard.error)
 
 
 def _numbers(text: str) -> list[int]:

@@ -25,7 +25,8 @@ def public_part(text: str) -> str:
 
 
 def names(target: str) -> set[str]:
-    shared = [] if target == "host" else [TARGETS / "gpu.h", TARGETS / "row_pipe_by_loads.h"]
+    shared = [] if target == "host" else [TARGETS / f"{name}.h" for name in ("gpu", "row_pipe_by_loads")]
+    shared += [TARGETS / f"{name}.h" for name in {"cuda": ["row_pipe_in_bulk"], "hip": ["numbers_portable"]}.get(target, [])]
     sources = [path.read_text() for path in [*sorted((TARGETS / target).glob("*.h")), *shared]]
     text = "".join(public_part(source) for source in sources if "namespace weft {" in source)
     functions = set(FUNCTION.findall(text)) - KEYWORDS

@@ -61,8 +61,10 @@ NeighbourLayout ring_layout(uint64_t slot_bytes) {
 }
 
 bool play_ring(Machine& machine, uint64_t seed) {
-  // Aligned buffers: bulk copies. Others: loads and stores.
-  const bool is_aligned = machine.memory().draw(4) != 0;
+  // Whether each rank's buffers are aligned, for sends and for receives: bulk copies, or loads and stores.
+  bool is_aligned[2][2];
+  for (auto& of_rank : is_aligned)
+    for (bool& aligned : of_rank) aligned = machine.memory().draw(4) != 0;
   const uint64_t bytes =
       machine.memory().draw(4) != 0 ? 16 * (1 + machine.memory().draw(4)) : 1 + machine.memory().draw(40);
   const auto blocks = static_cast<uint32_t>(1 + machine.memory().draw(2));
@@ -91,7 +93,7 @@ bool play_ring(Machine& machine, uint64_t seed) {
           received.push_back(buffer.at());
         else
           fill(buffer.at(), bytes, seed, number);
-        const RingShape shape{is_aligned && bytes % 16 == 0 ? 1 : 0};
+        const RingShape shape{is_aligned[rank][receives ? 1 : 0] && bytes % 16 == 0 ? 1 : 0};
         RingArgs args{};
         args.wait = {.timeout_ns = ~uint64_t{0},
                      .fault = reinterpret_cast<FaultBox*>(faults[rank].at()),

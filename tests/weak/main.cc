@@ -34,8 +34,8 @@ int run(double seconds, uint64_t seed) {
   for (; runs < scenarios().size() || now_s() < end; ++seed)
     for (const Scenario& scenario : scenarios()) {
       ++runs;
-      const bool failed = !played(scenario, {.seed = seed}).empty();
-      if (failed == (scenario.known_fault != nullptr)) continue;
+      const std::string report = played(scenario, {.seed = seed});
+      if (scenario.known_fault ? report.starts_with("race") : report.empty()) continue;
       if (scenario.known_fault) {
         std::printf("%s, seed %llu: does not show its known fault any more: %s\n", scenario.name,
                     static_cast<unsigned long long>(seed), scenario.known_fault);

@@ -9,7 +9,9 @@
 //   time          now_ns(), pause()
 #pragma once
 
-#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+#if defined(WEFT_TARGET_HEADER)  // a target of tests
+#include WEFT_TARGET_HEADER
+#elif defined(__CUDACC_RTC__) || defined(__CUDACC__)
 #include "kernels/target/cuda.h"
 #elif defined(__HIP__)
 #include "kernels/target/hip.h"

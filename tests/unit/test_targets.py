@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three target headers offer the same names, so that a kernel written for one compiles for all."""
+"""The target headers offer the same names, so that a kernel written for one compiles for all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 TARGETS = Path(__file__).resolve().parents[2] / "kernels/target"
+WEAK = Path(__file__).resolve().parents[1] / "weak/target"  # for tests of order alone
+SHARED = {
+    "cuda": ["gpu", "row_pipe_by_loads", "row_pipe_in_bulk"],
+    "hip": ["gpu", "row_pipe_by_loads", "numbers_portable"],
+    "host": [],
+    "weak": ["gpu", "row_pipe_in_bulk", "numbers_portable"],
+}
 # A function or method that kernels may call.
 FUNCTION = re.compile(
     r"^(?:  |)(?:template <[^>]*>\s+)?[\w:<>&* ]*?[\w>&*] [&*]?(\w+)\([^;{]*?\)[^;{]*\{", re.MULTILINE
@@ -25,8 +32,9 @@ def public_part(text: str) -> str:
 
 
 def names(target: str) -> set[str]:
-    shared = [] if target == "host" else [TARGETS / "gpu.h", TARGETS / "row_pipe_by_loads.h"]
-    sources = [path.read_text() for path in [*sorted((TARGETS / target).glob("*.h")), *shared]]
+    folder = TARGETS / target if target != "weak" else WEAK
+    shared = [TARGETS / f"{name}.h" for name in SHARED[target]]
+    sources = [path.read_text() for path in [*sorted(folder.glob("*.h")), *shared]]
     text = "".join(public_part(source) for source in sources if "namespace weft {" in source)
     functions = set(FUNCTION.findall(text)) - KEYWORDS
     types = set(re.findall(r"^(?:struct|class) (?:alignas\(\d+\) )?(\w+)", text, re.MULTILINE))
@@ -50,6 +58,7 @@ OWN = {
         "copy_row_streaming",
     },
     "hip": set(),
+    "weak": {"WEFT_WEAK_LANES", *ROW_QUEUE},
 }
 
 
@@ -67,7 +76,7 @@ def test_names_are_found() -> None:
     } <= names("cuda")
 
 
-@pytest.mark.parametrize("target", ["host", "hip"])
+@pytest.mark.parametrize("target", ["host", "hip", "weak"])
 def test_target_has_what_cuda_has(target: str) -> None:
     missing = names("cuda") - OWN["cuda"] - names(target)
     extra = names(target) - OWN[target] - names("cuda")

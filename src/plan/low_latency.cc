@@ -119,7 +119,8 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.word_bytes = sizes.has_ports
                         ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), batches, message).bytes
                         : message_bytes(sizes.ranks, batches, message);
-  const bool wants = payload(shape.payload).encoder == Encoder::kNone && wants_bulk(sizes, shape.weights != 0, limits);
+  const bool wants =
+      payload(shape.payload).encoder == Encoder::kNone && wants_bulk(sizes, shape.weights != 0, limits);
   plan.lines = !wants && may_have_lines(sizes, line_message_bytes(sizes.ranks, batches, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {

@@ -69,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     places: defaultdict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and isinstance(item, pytest.Function):
+        if item.get_closest_marker("sampled") and "pool" in getattr(item, "fixturenames", ()):
+            assert isinstance(item, pytest.Function)
             of_case = {name: at for name, at in item.callspec.indices.items() if name != "pool"}
             places[item.path, item.originalname, tuple(of_case.items())].append(item)
     for same in places.values():

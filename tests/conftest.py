@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="every case in all places of its pool; 1000 random collective programs instead of 120; the largest "
-        "library algorithm on up to 16 ranks; a million operations through NCCL's RMA interface",
+        help="1000 random collective programs instead of 120; the largest library algorithm on up to 16 ranks; "
+        "a million operations through NCCL's RMA interface; ElasticBuffer over more nodes",
     )
 
 
@@ -56,27 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "group(name): one worker takes these tests, others the rest of their file"
     )
-    config.addinivalue_line(
-        "markers", "sampled(count): a case runs in so many of its pool's places, in all with --thorough"
-    )
     if config.option.workers > 1:
         config.pluginmanager.register(workers.Workers(config.option.workers), "workers")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, without --thorough, a sampled case in all but some of its places. A case always has the same ones."""
-    if config.option.thorough:
-        return
-    places: defaultdict[object, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sampled") and "pool" in getattr(item, "fixturenames", ()):
-            assert isinstance(item, pytest.Function)
-            of_case = {name: at for name, at in item.callspec.indices.items() if name != "pool"}
-            places[item.path, item.originalname, tuple(of_case.items())].append(item)
-    for same in places.values():
-        count = same[0].get_closest_marker("sampled").args[0]
-        for item in sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))[count:]:
-            item.add_marker(pytest.mark.skip(reason="--thorough: this case in all places"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,9 +38,6 @@ MAPPED = ((1, "words"), (2, "lines"), (3, "words"), (3, "lines"))
 PORTS = ((3, 1, "direct"), (4, 2, "node"), (4, 2, "direct"))
 
 
-pytestmark = pytest.mark.sampled(3)
-
-
 @pytest.fixture(scope="module", params=(*MAPPED, *PORTS), ids=str)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, *way = request.param

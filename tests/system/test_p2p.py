@@ -65,9 +65,6 @@ PLACES = (
 )
 
 
-pytestmark = pytest.mark.sampled(3)
-
-
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, per_node, provider = request.param

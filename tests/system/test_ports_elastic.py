@@ -39,12 +39,11 @@ from weft.testing.ranks import Rank, RankPool
 RECIPES = ((True, True), (False, True), (True, False), (False, False))
 
 
-pytestmark = pytest.mark.sampled(2)
-
-
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, ranks_per_node, provider = request.param
+    if request.param not in PLACES[:2] and not request.config.getoption("--thorough"):
+        pytest.skip("--thorough: more nodes")
     with nodes(ranks_per_node, provider), RankPool(num_ranks, with_gpus=False) as ranks:
         yield ranks
 

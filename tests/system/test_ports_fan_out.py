@@ -34,14 +34,15 @@ from weft.testing.round_trips import BF16, FORMATS, Format, outputs_of
 PLACES = ((4, 2, "fabric:tcp"), (5, 3, "fabric:shm"), (4, 3, "fabric:tcp"))
 
 
-pytestmark = pytest.mark.sampled(2)
-
-
 @pytest.fixture(
     scope="module", params=[(*place, way) for place in PLACES for way in ("node", "direct")], ids=str
 )
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, ranks_per_node, provider, way = request.param
+    if way == "direct" and request.param[:3] != PLACES[0] and not request.config.getoption("--thorough"):
+        pytest.skip(
+            "--thorough: once per rank over more nodes; test_ports_experts.py has what the planner takes"
+        )
     with (
         nodes(ranks_per_node, provider, WEFT_LOW_LATENCY_FANOUT=way),
         RankPool(num_ranks, with_gpus=False) as ranks,

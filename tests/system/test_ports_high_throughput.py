@@ -72,9 +72,6 @@ LOST = 3
 LOST_CASE = MoeCase((6, 9, 4, 12), 128, 3, 6, empty_share=0)
 
 
-pytestmark = pytest.mark.sampled(2)
-
-
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, ranks_per_node, provider = request.param

@@ -249,6 +249,32 @@ std::function<void(Test&)> acquired_for_a_warp(bool syncs) {
   };
 }
 
+// A message behind fences of its writer's `scope`.
+std::function<void(Test&)> passing_by_fences(Scope scope) {
+  return [=](Test& t) {
+    t.thread(0, 0, [=, &t] {
+      weak_store(&t.x.value, 1);
+      fence(scope);
+      strong_store(t.y, 1, kRelaxed);
+    });
+    t.thread(1, 0, [&t] {
+      t.read[0] = strong_load(t.y, kRelaxed);
+      fence(Scope::kSystem);
+      t.read[1] = weak_load(&t.x.value);
+    });
+  };
+}
+
+// Two words of a line that another thread stores.
+void look_at_line(Test& t) {
+  t.thread(0, 0, [&t] { store_line(&t.row.vec, kOnes); });
+  t.thread(1, 0, [&t] {
+    const Vec16 v = load_line(&t.row.vec);
+    t.read[0] = v.words[0];
+    t.read[1] = v.words[3];
+  });
+}
+
 const std::vector<Shape>& shapes() {
   static const std::vector<Shape> all = {
       {"MP weak",
@@ -336,36 +362,8 @@ const std::vector<Shape>& shapes() {
        passing(kHere, kBeside, kReleaseBlock, kAcquireBlock),
        {"1 0"},
        {}},
-      {"MP fences",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           fence(Scope::kSystem);
-           strong_store(t.y, 1, kRelaxed);
-         });
-         t.thread(1, 0, [&t] {
-           t.read[0] = strong_load(t.y, kRelaxed);
-           fence(Scope::kSystem);
-           t.read[1] = weak_load(&t.x.value);
-         });
-       },
-       {"1 1", "0 0"},
-       {"1 0"}},
-      {"MP fence.gpu, two GPUs",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           fence(Scope::kGpu);
-           strong_store(t.y, 1, kRelaxed);
-         });
-         t.thread(1, 0, [&t] {
-           t.read[0] = strong_load(t.y, kRelaxed);
-           fence(Scope::kSystem);
-           t.read[1] = weak_load(&t.x.value);
-         });
-       },
-       {"1 0"},
-       {}},
+      {"MP fences", passing_by_fences(Scope::kSystem), {"1 1", "0 0"}, {"1 0"}},
+      {"MP fence.gpu, two GPUs", passing_by_fences(Scope::kGpu), {"1 0"}, {}},
       {"MP by a third thread, cta then sys",
        [](Test& t) {
          t.thread(0, 0, [&t] {
@@ -459,34 +457,8 @@ const std::vector<Shape>& shapes() {
        },
        {"1"},
        {"0"}},
-      {"a line is whole",
-       [](Test& t) {
-         t.thread(0, 0, [&t] { store_line(&t.row.vec, kOnes); });
-         t.thread(1, 0, [&t] {
-           const Vec16 v = load_line(&t.row.vec);
-           t.read[0] = v.words[0];
-           t.read[1] = v.words[3];
-         });
-       },
-       {"0 0", "1 1"},
-       {"1 0", "0 1"},
-       Races::kIgnored,
-       true,
-       false},
-      {"a line is torn",
-       [](Test& t) {
-         t.thread(0, 0, [&t] { store_line(&t.row.vec, kOnes); });
-         t.thread(1, 0, [&t] {
-           const Vec16 v = load_line(&t.row.vec);
-           t.read[0] = v.words[0];
-           t.read[1] = v.words[3];
-         });
-       },
-       {"1 0", "0 1"},
-       {},
-       Races::kIgnored,
-       false,
-       true},
+      {"a line is whole", look_at_line, {"0 0", "1 1"}, {"1 0", "0 1"}, Races::kIgnored, true, false},
+      {"a line is torn", look_at_line, {"1 0", "0 1"}, {}, Races::kIgnored, false, true},
       {"host to GPU", passing(kHostThread, kHere, kRelease, kAcquire, true), {"1 1"}, {"1 0"}},
       {"host to GPU, acquire.gpu", passing(kHostThread, kHere, kRelease, kAcquireGpu, true), {"1 0"}, {}},
       {"NIC with relaxed ordering", passing(kHostThread, kHere, kRelaxed, kAcquire, true), {"1 0"}, {}},

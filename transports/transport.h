@@ -127,8 +127,9 @@ class Link {
   // the wait for a peer that is lost. Idempotent.
   virtual void finish() {}
 
-  // Of a transport with Caps::reaches_gpus or hosts_store_words, asked once, before windows are made: whether peers and this rank put to and from
-  // memory of the rank's device. `probe` is such memory, as windows would have it. Errors: kUnsupported and others say why not.
+  // Of a transport with Caps::reaches_gpus or hosts_store_words, asked once, before windows are made: whether peers and this
+  // rank put to and from memory of the rank's device. `probe` is such memory, as windows would have it. Errors: kUnsupported
+  // and others say why not.
   virtual Status try_device_memory(std::byte* /*probe*/, uint64_t /*bytes*/) {
     return Status::make(Code::kUnsupported, "this transport does not reach memory of a GPU");
   }

@@ -39,10 +39,10 @@ Result<const Transport*> who_brings_memory(const std::vector<std::vector<const T
 
 // Where windows of GPUs with port peers lie; the same answer on every rank.
 struct PortWindows {
-  bool are_in_device =
-      false;  // as far as the network has to reach them: whole, or with a host part what it puts as payload
-  bool have_host_part =
-      false;        // words and records of ports in memory of the host, what mapped peers write in the device
+  // What the network puts there: the whole window or, where it has a host part, payload.
+  bool are_in_device = false;
+  // Words and records of ports lie in memory of the host, what mapped peers write in that of the device.
+  bool have_host_part = false;
   std::string why;  // for people
 };
 // `refusals`: by rank, why the network does not reach its device's memory; empty where it does. `undivided`: by rank, why its

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from weft.errors import Error
+from weft.errors import Error, PeerLost
 from weft.testing.ranks import Rank, run_ranks
 from weft.transfer import TransferEngine, nics
 from weft.transfer.reshard import (
@@ -22,6 +22,7 @@ from weft.transfer.reshard import (
     Push,
     Rule,
     TensorMeta,
+    Update,
     layout_by_rules,
     plan,
     verify,
@@ -236,3 +237,17 @@ def test_runs_that_continue_each_other_are_one() -> None:
     columns = write_lists(plan(src, dst), 0)
     assert [one.page_bytes for bucket in columns for one in bucket.lists] == [8, 8]
     assert all(len(one.src_pages.indices) == 16 for bucket in columns for one in bucket.lists)
+
+
+def test_an_update_that_does_not_end_says_for_whom_it_waits() -> None:
+    update = Update(2, 100, [3, 0])
+    update.wrote(40)
+    update.ended(3, None)
+    with pytest.raises(
+        PeerLost,
+        match=r"source 2 waited 0.01 s for destinations \[0\]: expected 100 bytes written, saw 40",
+    ):
+        update.wait(0.01)
+    update.ended(0, Error("no way"))
+    with pytest.raises(Error, match="no way"):
+        update.wait(0.01)

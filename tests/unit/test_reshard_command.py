@@ -39,6 +39,7 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--trainers", "3"], "trainers: got 3, allowed: 1, 2, 4, 8"),
         (["--dtype", "int7"], "dtype: got 'int7', allowed: bfloat16"),
+        (["--bucket", "0"], "bucket_bytes: got 0, allowed: 1 or more"),
         (["--nic-gbit", "0"], "source_gbit: got 0.0, allowed: numbers above 0"),
     ],
 )

@@ -238,10 +238,10 @@ def output_file(given: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size as people say it: 64 KiB, 1 MiB where it is a whole number of those, else 212 MB or 96 B."""
+    """Return a size as people say it: 64 KiB where it is a whole number of those, else 1.5 GB, 212 MB or 96 B."""
     for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= one and num_bytes % one == 0:
             return f"{num_bytes // one} {unit}"
     if num_bytes < 10_000:
         return f"{num_bytes} B"
-    return f"{num_bytes / 1e6:.3g} MB"
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1_000_000_000 else f"{num_bytes / 1e6:.3g} MB"

@@ -86,27 +86,10 @@ __all__ = [
     "verify",
 ]
 
-# Imported at first use: they need numpy, which the engine does without.
-_RESHARD = (
-    "Arrivals",
-    "Box",
-    "Layout",
-    "Links",
-    "Plan",
-    "Push",
-    "Rule",
-    "Split",
-    "TensorMeta",
-    "Update",
-    "layout_by_rules",
-    "layout_of",
-    "plan",
-    "verify",
-)
 
-
+# Names of resharding are imported at first use: they need numpy, which the engine does without.
 def __getattr__(name: str) -> object:
-    if name not in _RESHARD:
+    if name not in __all__:
         raise AttributeError(f"module 'weft.transfer' has no attribute {name!r}")
     try:
         value: object = getattr(import_module("weft.transfer.reshard"), name)

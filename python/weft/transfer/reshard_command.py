@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from weft.runtime.tables import Column, Table, add_wide_argument, make_console, whole_from
+from weft.runtime.tables import Column, Table, add_wide_argument, make_console, size, size_text, whole_from
 
 _EXAMPLES = """\
 examples:
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nic-gbit", type=float, default=400, help="network of each rank, Gbit/s (%(default)s)"
     )
-    parser.add_argument("--bucket-gb", type=float, default=1, help="of parameters (%(default)s)")
+    parser.add_argument(
+        "--bucket", type=size, default=1 << 30, metavar="BYTES", help="of parameters: 64M, 1G (1G)"
+    )
     parser.add_argument("--cache", metavar="FOLDER", help="where plans are kept, and found again")
     parser.add_argument("--verify", action="store_true", help="prove the plan, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -79,7 +81,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     dst = presets.server_layout(model, tensors, args.servers)
     laid_out = time.perf_counter()
     links = Links(args.nic_gbit, args.nic_gbit)
-    made = plan(src, dst, links=links, bucket_bytes=int(args.bucket_gb * 1e9), cache=args.cache)
+    made = plan(src, dst, links=links, bucket_bytes=args.bucket, cache=args.cache)
     planned = time.perf_counter()
     facts = {**summary(made), "layouts_s": laid_out - began, "planning_s": planned - laid_out}
     if args.verify:
@@ -88,27 +90,19 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def _bytes_text(num_bytes: float) -> str:
-    """Return bytes as rates of networks are given, in powers of 1000."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if num_bytes >= one:
-            return f"{num_bytes / one:,.1f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("tensors", f"{facts['tensors']:,}"),
-        ("moved", _bytes_text(facts["bytes"])),
+        ("moved", size_text(int(facts["bytes"]))),
         ("pieces", f"{facts['pieces']:,}"),
         ("dense runs", f"{facts['runs']:,}"),
-        ("mean run", _bytes_text(facts["run_bytes_mean"])),
-        ("shortest run", _bytes_text(facts["run_bytes_min"])),
+        ("mean run", size_text(int(facts["run_bytes_mean"]))),
+        ("shortest run", size_text(int(facts["run_bytes_min"]))),
         ("pairs of ranks", f"{facts['pairs']}"),
         ("buckets", f"{facts['buckets']}"),
-        ("out of the busiest trainer", _bytes_text(facts["source_bytes_max"])),
-        ("out of a trainer, mean", _bytes_text(facts["source_bytes_mean"])),
-        ("into the busiest server", _bytes_text(facts["destination_bytes_max"])),
+        ("out of the busiest trainer", size_text(int(facts["source_bytes_max"]))),
+        ("out of a trainer, mean", size_text(int(facts["source_bytes_mean"]))),
+        ("into the busiest server", size_text(int(facts["destination_bytes_max"]))),
         ("predicted, s", f"{facts['predicted_s']:.3f}"),
         ("bound, s", f"{facts['bound_s']:.3f}"),
         ("bound / predicted", f"{facts['share']:.3f}"),

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import invalid, quoted
+from weft.runtime.files import write_file
 from weft.transfer.reshard.layout import DIMS, Ints, Layout
 
 FORMAT = 1  # of files; another one is planned anew
@@ -165,14 +166,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which others see whole or not at all. The layouts are named by their digests."""
-        place = Path(path)
         columns = {name: getattr(self, name) for name in _COLUMNS}
         forms = {f"forms_{name}": getattr(self.forms, name) for name in _FORMS}
         facts = np.array([repr(fact) for fact in _facts(self.src, self.dst, self.links, self.bucket_bytes)])
-        number, written = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-        with os.fdopen(number, "wb") as file:
-            np.savez_compressed(file, facts=facts, bound_s=np.float64(self.bound_s), **columns, **forms)
-        os.replace(written, place)
+        content = io.BytesIO()
+        np.savez_compressed(content, facts=facts, bound_s=np.float64(self.bound_s), **columns, **forms)
+        write_file(Path(path), content.getvalue())
 
     @staticmethod
     def load(

@@ -70,7 +70,8 @@ def plan(
     if not isinstance(src, Layout) or not isinstance(dst, Layout):
         raise invalid("src, dst", f"{type(src).__name__}, {type(dst).__name__}", "Layouts")
     links = links or Links()
-    bucket_bytes = max(whole("bucket_bytes", bucket_bytes), 1)
+    if whole("bucket_bytes", bucket_bytes) == 0:
+        raise invalid("bucket_bytes", 0, "1 or more")
     if cache is None:
         return _made(src, dst, links, bucket_bytes)
     if not Path(cache).is_dir():

@@ -117,8 +117,9 @@ def _pages(begins: Ints) -> Pages:
 class Update:
     """One run of a source's part of a plan: wait for it, or look how far it is."""
 
+    source: int
     nbytes: int
-    left: int
+    left: list[int]  # destinations, one for each bucket that is not over
     bytes_done: int = 0
     error: Error | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -131,14 +132,19 @@ class Update:
     @property
     def is_finished(self) -> bool:
         """Whether all is written and all immediates are sent, or something has failed."""
-        return self.left == 0 or self.error is not None
+        return not self.left or self.error is not None
 
-    def ended(self, error: Error | None, nbytes: int = 0, parts: int = 0) -> None:
-        """Take note of the end of ``nbytes``, and of ``parts`` buckets with their immediates."""
+    def wrote(self, nbytes: int) -> None:
+        """Take note of ``nbytes`` that are in place."""
+        with self._changed:
+            self.bytes_done += nbytes
+
+    def ended(self, destination: int, error: Error | None) -> None:
+        """Take note of the end of a bucket with its immediate, or of what it failed with."""
         with self._changed:
             self.error = self.error or error
-            self.bytes_done += 0 if error else nbytes
-            self.left -= parts
+            if error is None:
+                self.left.remove(destination)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float = 60.0) -> Update:
@@ -146,7 +152,8 @@ class Update:
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_finished, timeout_s):
                 raise PeerLost(
-                    f"reshard: waited {timeout_s:g} s: expected {self.nbytes} bytes written, saw {self.bytes_done}"
+                    f"reshard.update: source {self.source} waited {timeout_s:g} s for destinations "
+                    f"{sorted(set(self.left))}: expected {self.nbytes} bytes written, saw {self.bytes_done}"
                 )
         if self.error is not None:
             raise self.error
@@ -179,7 +186,7 @@ class Push:
         if (provider := engine.nics[0].provider) not in _IN_PLACE:
             raise invalid("engine", f"one over {provider}", f"one over {' or '.join(_IN_PLACE)}")
         whole("first_imm", first_imm, IMM_MAX - int(made.bucket.max(initial=0)))
-        self._engine, self._first_imm = engine, first_imm
+        self._engine, self._first_imm, self._source = engine, first_imm, source
         self._buckets = []
         self.nbytes = 0
         for bucket in write_lists(made, source):
@@ -191,24 +198,26 @@ class Push:
                 _check_fits("remotes", one.dst_memory, dst.nbytes, one.dst_pages, one.page_bytes)
                 calls.append((src, one.src_pages, dst, one.dst_pages, one.page_bytes))
                 self.nbytes += one.page_bytes * _length(one.src_pages)
-            self._buckets.append((bucket.number, calls))
+            self._buckets.append((bucket.number, bucket.destination, calls))
 
     def start(self) -> Update:
         """Write all, and return at once. Each bucket's immediate follows its last byte."""
-        update = Update(self.nbytes, len(self._buckets))
-        for number, calls in self._buckets:
-            _Bucket(self._engine, self._first_imm + number, update, len(calls)).write(calls)
+        update = Update(self._source, self.nbytes, [destination for _, destination, _ in self._buckets])
+        for number, destination, calls in self._buckets:
+            _Bucket(self._engine, self._first_imm + number, destination, update).write(calls)
         return update
 
 
 class _Bucket:
     """Writes of one bucket under way; the last one's end sends the immediate."""
 
-    def __init__(self, engine: TransferEngine, imm: int, update: Update, left: int) -> None:
-        self._engine, self._imm, self._update, self._left = engine, imm, update, left
+    def __init__(self, engine: TransferEngine, imm: int, destination: int, update: Update) -> None:
+        self._engine, self._imm, self._destination, self._update = engine, imm, destination, update
+        self._left = 0
         self._lock = threading.Lock()
 
     def write(self, calls: list[tuple[Memory, Pages, Remote, Pages, int]]) -> None:
+        self._left = len(calls)
         for src, src_pages, dst, dst_pages, page_bytes in calls:
             nbytes, peer = page_bytes * _length(src_pages), dst.peer
 
@@ -218,15 +227,20 @@ class _Bucket:
             self._engine.write_pages(src, src_pages, dst, dst_pages, page_bytes, callback=ended)
 
     def _ended(self, error: Error | None, nbytes: int, peer: Peer) -> None:
-        self._update.ended(error, nbytes)
+        if error is not None:
+            self._update.ended(self._destination, error)
+            return
+        self._update.wrote(nbytes)
         with self._lock:
-            self._left -= 0 if error else 1
-            is_last = self._left == 0 and not error
-        if is_last:
-            try:
-                self._engine.notify(peer, self._imm).on_done(lambda error: self._update.ended(error, parts=1))
-            except Error as error:
-                self._update.ended(error)
+            self._left -= 1
+            if self._left > 0:
+                return
+        try:
+            notice = self._engine.notify(peer, self._imm)
+        except Error as refused:
+            self._update.ended(self._destination, refused)
+        else:
+            notice.on_done(lambda error: self._update.ended(self._destination, error))
 
 
 class Arrivals:

@@ -208,7 +208,7 @@ def test_memory_that_does_not_fit_is_named(job: Job) -> None:
     with pytest.raises(Error, match=r"memories: got None as '.*', allowed: a Memory"):
         Push(job.made, 0, job.sources[0], {}, {})
     small = {name: job.sources[0].register(bytearray(4)) for (r, name) in job.source_memory if r == 0}
-    remotes = {key: next(iter(job.pushes[0]._buckets))[1][0][2] for key in job.destination_memory}
+    remotes = {key: job.pushes[0]._buckets[0][-1][0][2] for key in job.destination_memory}
     with pytest.raises(Error, match=r"memories: got 4 bytes as '.*', allowed: [0-9]+ or more"):
         Push(job.made, 0, job.sources[0], small, remotes)
     with pytest.raises(Error, match=r"peers: got None as [0-3], allowed: a Peer"):

@@ -201,7 +201,7 @@ class DispatchPlan : OfDevice {
                          came.routes.counts_unknown},
                         {given.token_in_rank, places[0], places[1], places[2], rows.slot(), rows.token(),
                          given.sum_place, places[3], std::move(records)},
-                        by().islands);
+                        by().domains);
     return {std::move(rows), nb::cast(std::move(state)), std::move(came.tokens_per_local_expert)};
   }
 

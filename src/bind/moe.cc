@@ -70,7 +70,7 @@ void bind_moe(nb::module_& module) {
             check(without_gil([&] { return self.make_room_for(format, rows, staging_rows); }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
-      .def_fact("islands", &MoeBuffer::islands)
+      .def_fact("domains", &MoeBuffer::domains)
       .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"), nb::arg("is_ordered"))
       .def_fact("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))

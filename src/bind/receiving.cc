@@ -144,15 +144,15 @@ void bind_received(nb::module_& module) {
           [](HighThroughput* self, nb::object buffer, nb::object device, nb::object pieces,
              nb::object allocator, nb::object host_allocator, nb::object from_capsule, nb::object retyped,
              nb::dict exchanged, nb::object int32, nb::object int64, nb::object with_global_scale,
-             uint64_t large_bytes, int64_t group_key, nb::tuple islands) {
+             uint64_t large_bytes, int64_t group_key, nb::tuple domains) {
             new (self) HighThroughput{
                 buffer,    device, pieces, allocator,         host_allocator, from_capsule, retyped,
-                exchanged, int32,  int64,  with_global_scale, large_bytes,    group_key,    islands};
+                exchanged, int32,  int64,  with_global_scale, large_bytes,    group_key,    domains};
           },
           nb::kw_only(), nb::arg("buffer"), nb::arg("device"), nb::arg("pieces"), nb::arg("allocator"),
           nb::arg("host_allocator"), nb::arg("from_capsule"), nb::arg("retyped"), nb::arg("exchanged"),
           nb::arg("int32"), nb::arg("int64"), nb::arg("with_global_scale"), nb::arg("large_bytes"),
-          nb::arg("group_key"), nb::arg("islands"));
+          nb::arg("group_key"), nb::arg("domains"));
   nb::class_<ReceivedRows>(module, "ReceivedRows", "The results of a dispatch.")
       .def("rows", &ReceivedRows::rows)
       .def("scales", &ReceivedRows::scales)

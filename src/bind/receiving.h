@@ -33,7 +33,7 @@ struct HighThroughput {
   nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
   uint64_t large_bytes;                // on the CPU smaller rows are copied
   int64_t group_key;                   // of handles
-  nanobind::object islands;
+  nanobind::object domains;
 
   MoeBuffer& core() const { return nanobind::cast<MoeBuffer&>(buffer); }
   const Allocator& tensors() const { return nanobind::cast<const Allocator&>(allocator); }

@@ -85,7 +85,7 @@ TallyCaller caller_of(const Window& window) {
 
 }  // namespace
 
-Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands) {
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan domains) {
   const int64_t wanted = config().low_latency_line_tokens;
   const bool is_valid = wanted >= -1 && wanted <= kMaxBatches;
   const bool may =
@@ -100,7 +100,7 @@ Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan isla
   if (!is_valid)
     return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxBatches);
   WEFT_TRY(agreed);
-  LowLatencyTerms terms{mine, std::move(islands), {}};
+  LowLatencyTerms terms{mine, std::move(domains), {}};
   if (comm.why_not_all_mapped().empty()) return terms;
   WEFT_TRY_ASSIGN(const auto shown, comm.show("low_latency.links", shown_links(comm)));
   terms.links = least_of(shown);
@@ -206,12 +206,12 @@ uint32_t* LowLatency::masks() const {
 
 // Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
 bool LowLatency::may_share_nodes() const {
-  return has_ports() && !waits_.may_mask && terms_.islands.widest >= 2;
+  return has_ports() && !waits_.may_mask && terms_.domains.widest >= 2;
 }
 
 ExpertTrafficShape LowLatency::traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  const IslandPlan& islands = terms_.islands;
-  return {islands.count, islands.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
+  const DomainPlan& domains = terms_.domains;
+  return {domains.count, domains.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
 }
 
 bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
@@ -239,11 +239,11 @@ bool LowLatency::replies_once_per_node(const LowLatencyCombineForm& form) const 
 
 // The same on all ranks.
 bool LowLatency::has_room_for_nodes(const PortCombineLayout& at, Batches batches) const {
-  const IslandPlan& islands = terms_.islands;
-  for (uint32_t which = 0; which < islands.count; ++which) {
-    const uint32_t size = islands.size(which);
+  const DomainPlan& domains = terms_.domains;
+  for (uint32_t which = 0; which < domains.count; ++which) {
+    const uint32_t size = domains.size(which);
     if (node_word(batches, size, 0) > kWordsPerSource ||
-        node_combine_layout(at, batches, size, islands.most_served_in(which)).bytes >
+        node_combine_layout(at, batches, size, domains.most_sources_in(which)).bytes >
             half_bytes() - lines_at())
       return false;
   }
@@ -426,7 +426,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
     if (all.node_ranks != 0) {
       args.carriers = carriers();
       args.node_ranks = all.node_ranks;
-      args.node_carried = terms_.islands.most_served_in(terms_.islands.island[rank()]);
+      args.node_carried = terms_.domains.most_sources_in(terms_.domains.domain[rank()]);
     }
   }
   args.pieces = Divisor::of(plan.pieces);

@@ -129,8 +129,8 @@ struct LowLatencyRun {
 struct LowLatencyTerms {
   uint32_t line_tokens =
       0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
-  IslandPlan islands = {};  // none where all ranks map each other
-  LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
+  DomainPlan domains = {};  // none where all ranks map each other
+  LinkFigures links = {};   // between domains, the least of any rank: what their planner goes by
   std::shared_ptr<LocalMemory> board =
       {};                   // of make_low_latency_board(): this rank's; null: kernels look at the window
   bool is_watched = false;  // a block polls for the others, as with a board; the window has a host part
@@ -138,10 +138,10 @@ struct LowLatencyTerms {
 // The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
 // and what serves the same region gets the same. Errors: kSystem where the device has no room.
 Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
-                                                            const IslandPlan& islands);
-// All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
-// range or ranks differ; those of Communicator::show().
-Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
+                                                            const DomainPlan& domains);
+// All ranks call it together, with the domains that they have found. Errors: kInvalid where the setting of lines is out
+// of range or ranks differ; those of Communicator::show().
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan domains);
 
 // Whether ids [count] in host memory are empty or of experts: kInvalid with the first that is not. A combine takes any id
 // below 0 for empty, as DeepEP does.
@@ -237,7 +237,7 @@ class LowLatency {
   uint32_t* carriers() const;
   Status write_carriers() const;
   bool may_share_nodes() const;
-  uint32_t own_node_ranks() const { return terms_.islands.size(terms_.islands.island[rank()]); }
+  uint32_t own_node_ranks() const { return terms_.domains.size(terms_.domains.domain[rank()]); }
   ExpertTrafficShape traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   bool has_room_for_nodes(const PortCombineLayout& at, Batches batches) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;

@@ -71,7 +71,7 @@ uint64_t whole(double count) {
   return static_cast<uint64_t>(std::llround(count));
 }
 
-// Puts of `messages` to one island, dealt over batches, as many to a slot as fit: every batch ends with one.
+// Puts of `messages` to one domain, dealt over batches, as many to a slot as fit: every batch ends with one.
 uint64_t ring_puts(double messages, uint32_t batches, uint64_t per_slot) {
   const double of_batch = messages / batches / static_cast<double>(per_slot);
   return batches * std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(of_batch)));
@@ -102,7 +102,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   traffic.sms = plan_num_sms(machine.nvlinks, machine.compute_major, machine.limits);
   traffic.piece_bytes = plan_piece_bytes(shape.row_bytes);
   const uint32_t result_piece = plan_combine_piece_bytes(shape.result_bytes);
-  // Rows that a rank stores to ranks of its node: its own tokens', and as a hub those of its rails.
+  // Rows that a rank stores to ranks of its node: its own tokens', and those that it forwards.
   const double stored = double(shape.tokens) * shape.nodes * (shape.ranks_per_node - 1) * to.rank;
   const uint64_t beside = shape.scale_bytes + uint64_t{8} * shape.top_k;
   traffic.dispatch.mapped_bytes = whole(stored * static_cast<double>(shape.row_bytes + beside));
@@ -118,17 +118,17 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
     return traffic;
   }
 
-  IslandPlan islands;  // as plan_islands() would find them, without the matrix of who maps whom
-  islands.island.resize(ranks);
-  islands.count = shape.nodes;
-  islands.widest = shape.ranks_per_node;
-  islands.most_served = others;
+  DomainPlan domains;  // as plan_domains() would find them, without the matrix of who maps whom
+  domains.domain.resize(ranks);
+  domains.count = shape.nodes;
+  domains.widest = shape.ranks_per_node;
+  domains.most_sources = others;
   const HighThroughputControl control = plan_control(ranks, shape.nodes);
   const TwoLevelControl rings =
-      plan_two_level(control.end, control.offsets.record_words, islands, machine.limits);
-  const TwoLevelGrid dispatch = plan_two_level_dispatch(ranks, islands, rings.batches, traffic.piece_bytes,
+      plan_two_level(control.end, control.offsets.record_words, domains, machine.limits);
+  const TwoLevelGrid dispatch = plan_two_level_dispatch(ranks, domains, rings.batches, traffic.piece_bytes,
                                                         traffic.sms, machine.limits);
-  const TwoLevelGrid combine = plan_two_level_combine(islands, rings.batches, traffic.sms, machine.limits);
+  const TwoLevelGrid combine = plan_two_level_combine(domains, rings.batches, traffic.sms, machine.limits);
   traffic.dispatch_grid = dispatch.grid;
   traffic.combine_grid = combine.grid;
   traffic.dispatch_batch_warps = dispatch.batch_warps.count;

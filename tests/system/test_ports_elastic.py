@@ -70,7 +70,7 @@ def test_both_layouts_and_every_recipe(
         {"empty_share": 0.9},
         {"tokens": (0,)},
         {"tokens": (0, 0, 9)},  # none on a whole node
-        {"tokens": (300, 40), "hidden": 2048},  # many laps of a hub's rings
+        {"tokens": (300, 40), "hidden": 2048},  # many laps of a rail peer's rings
     ],
     ids=str,
 )

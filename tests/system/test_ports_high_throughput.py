@@ -100,7 +100,10 @@ def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.Dat
         ((3, 4), {"routing": "any", "top_k": 12}),
         ((100, 230, 60), {"hidden": 7168, "top_k": 8, "num_experts": 256}),
         ((4, 3), {"hidden": 16384, "top_k": 2, "num_experts": 3}),  # ranks, and a node, without an expert
-        ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one hub's rings
+        (
+            (700, 40),
+            {"hidden": 2048, "top_k": 2, "routing": "one expert"},
+        ),  # many laps of one rail peer's rings
     ],
     ids=str,
 )

@@ -70,7 +70,7 @@ struct ncclComm {
   explicit ncclComm(weft::Device device) : device_(device) {}
   ~ncclComm();
 
-  // Collective over the ranks of the meeting that the id names. Errors: kUnsupported when neither Weft nor
+  // Collective over the ranks of the rendezvous that the id names. Errors: kUnsupported when neither Weft nor
   // the real library can serve; kPeerLost.
   weft::Status init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config);
   // The same over the ranks of this one with the same color. Collective over this one; null for no color.

@@ -32,11 +32,11 @@ WEFT_NCCL_API ncclResult_t ncclGetVersion(int* version) {
 
 WEFT_NCCL_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   if (!id) return answer(Status::invalid("uniqueId: got null"));
-  const auto ticket = weft::open_meeting(weft::config().nccl_interface);
-  if (!ticket.ok()) return answer(ticket.status());
+  const auto unique_id = weft::open_rendezvous(weft::config().nccl_interface);
+  if (!unique_id.ok()) return answer(unique_id.status());
   *id = {};
-  static_assert(sizeof(weft::MeetingTicket) <= sizeof(id->internal));
-  std::memcpy(id->internal, &*ticket, sizeof(weft::MeetingTicket));
+  static_assert(sizeof(weft::UniqueId) <= sizeof(id->internal));
+  std::memcpy(id->internal, &*unique_id, sizeof(weft::UniqueId));
   return ncclSuccess;
 }
 
@@ -47,7 +47,7 @@ WEFT_NCCL_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, 
 WEFT_NCCL_API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) {
   return start_init(comm, nranks, &commId, rank, nullptr, current_device());
 }
-// One meeting is enough for as many ranks as Weft has: the first id's.
+// One rendezvous is enough for as many ranks as Weft has: the first id's.
 WEFT_NCCL_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId,
                                                     ncclUniqueId* commIds, ncclConfig_t* config) {
   if (nId < 1) return answer(Status::invalid("nId: got {}, allowed: 1 or more", nId));

@@ -101,8 +101,8 @@ void close_beside(std::vector<FileDescriptor> strangers) {
 // that; race detectors do not follow datagrams, so ranks that are threads of one process also meet at an
 // atomic.
 void order_threads() {
-  static std::atomic<uint64_t> meeting_point{0};
-  meeting_point.fetch_add(1, std::memory_order_acq_rel);
+  static std::atomic<uint64_t> rendezvous_point{0};
+  rendezvous_point.fetch_add(1, std::memory_order_acq_rel);
 }
 
 }  // namespace

@@ -301,8 +301,8 @@ Status Communicator::watch_peers() {
   if (!port_pair_.empty()) WEFT_TRY(meet_other_nodes());
   if (!port_link_) return {};
   port_link_->on_lost([this](int peer, const std::string& how) {
-    if (meeting_)
-      meeting_->report(peer, how, false);
+    if (rendezvous_)
+      rendezvous_->report(peer, how, false);
     else
       peers_->lose(peer, how);
   });
@@ -314,23 +314,23 @@ Status Communicator::watch_peers() {
 Status Communicator::meet_other_nodes() {
   constexpr double kJoin_s = 10;
   const Deadline until = Deadline::after_s(std::min(kJoin_s, timeout_s_));
-  Result<MeetingTicket> ticket = MeetingTicket{};
-  if (rank_ == 0) ticket = open_meeting(config().interface);
-  const MeetingTicket shown = ticket.ok() ? *ticket : MeetingTicket{};
+  Result<UniqueId> unique_id = UniqueId{};
+  if (rank_ == 0) unique_id = open_rendezvous(config().interface);
+  const UniqueId shown = unique_id.ok() ? *unique_id : UniqueId{};
   const std::string mine(reinterpret_cast<const char*>(&shown), sizeof shown);
   WEFT_TRY_ASSIGN(const std::vector<std::string> all,
                   bootstrap_->all_gather(mine + PeerWatch::who_am_i(), deadline()));
   std::vector<std::string> who;
   for (const std::string& one : all) who.push_back(one.substr(std::min(one.size(), sizeof shown)));
   peers_->introduce(std::move(who));
-  Status joined = ticket.status();
-  std::shared_ptr<MeetingBootstrap> meeting;
-  MeetingTicket theirs{};
+  Status joined = unique_id.status();
+  std::shared_ptr<RendezvousBootstrap> rendezvous;
+  UniqueId theirs{};
   std::memcpy(&theirs, all[0].data(), std::min(all[0].size(), sizeof theirs));
   if (joined.ok()) {
-    auto made = join_meeting(theirs, rank_, size(), until);
+    auto made = join_rendezvous(theirs, rank_, size(), until);
     joined = made.status();
-    if (made.ok()) meeting = std::move(*made);
+    if (made.ok()) rendezvous = std::move(*made);
   }
   WEFT_TRY_ASSIGN(const std::vector<std::string> verdicts,
                   bootstrap_->all_gather(to_bytes(joined), deadline()));
@@ -344,14 +344,14 @@ Status Communicator::meet_other_nodes() {
           verdicts[rank].substr(std::min<size_t>(1, verdicts[rank].size())));
       return {};
     }
-  meeting_ = std::move(meeting);
-  meeting_->on_lost([this](int peer, const std::string& how) {
+  rendezvous_ = std::move(rendezvous);
+  rendezvous_->on_lost([this](int peer, const std::string& how) {
     if (port_link_ && peer != rank_) port_link_->lose(peer, how);
     peers_->lose(peer, peer == rank_ ? "(this rank) was given up by the others: it " + how : how);
   });
   peers_->tell([this](int peer, const std::string& how) {
     if (port_link_) port_link_->lose(peer, how);
-    meeting_->report(peer, how, true);
+    rendezvous_->report(peer, how, true);
   });
   return {};
 }
@@ -360,7 +360,7 @@ Status Communicator::meet_other_nodes() {
 Communicator::~Communicator() {
   if (peers_) peers_->tell({});
   if (port_link_) port_link_->finish();
-  if (meeting_) meeting_->on_lost({});
+  if (rendezvous_) rendezvous_->on_lost({});
 }
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.

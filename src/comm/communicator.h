@@ -45,8 +45,8 @@ class Communicator {
   uint64_t key() const { return key_; }
   double timeout_s() const { return timeout_s_; }
   Deadline deadline() const { return Deadline::after_s(timeout_s_); }
-  // Over the meeting of the nodes, where there is one: a rank that is lost ends the exchange at once.
-  Bootstrap& bootstrap() { return meeting_ ? *meeting_ : *bootstrap_; }
+  // Over the rendezvous of the nodes, where there is one: a rank that is lost ends the exchange at once.
+  Bootstrap& bootstrap() { return rendezvous_ ? *rendezvous_ : *bootstrap_; }
   ~Communicator();
   // kInvalid in a forked child, for this communicator and what is made of it.
   Status check_owner(const char* what = "communicator") const { return owner_.check(what); }
@@ -142,7 +142,7 @@ class Communicator {
   std::shared_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<ParcelExchange> parcels_;
   std::unique_ptr<PeerWatch> peers_;
-  std::shared_ptr<MeetingBootstrap> meeting_;  // ends before peers_
+  std::shared_ptr<RendezvousBootstrap> rendezvous_;  // ends before peers_
   std::vector<RankFacts> facts_;
   std::vector<ParcelAddress> addresses_;
   std::vector<const Transport*> transports_;

@@ -50,7 +50,7 @@ TEST_P(IbgdaPosts, AMillionOperationsArriveInOrder) {
   result("million.seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
-// A put that takes eight entries, and its signal: nine entries, one doorbell. Meetings have one of each.
+// A put that takes eight entries, and its signal: nine entries, one doorbell. Rendezvous have one of each.
 TEST_P(IbgdaPosts, ABatchRingsOnce) {
   use({.seed = 73, .put_shift = 9}, "64");
   on_loops([&](ChannelLoop& loop, int rank) {
@@ -58,14 +58,14 @@ TEST_P(IbgdaPosts, ABatchRingsOnce) {
     const Posted before = posted(loop.window(), rank);
     ASSERT_EQ(loop.run(load).status().message(), "") << "rank " << rank;
     const Posted after = posted(loop.window(), rank);
-    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, meetings = 2 * load.repeats;
-    EXPECT_EQ(after.entries - before.entries, 9 * calls + meetings);
-    EXPECT_EQ(after.doorbells - before.doorbells, calls + meetings);
+    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, rendezvous = 2 * load.repeats;
+    EXPECT_EQ(after.entries - before.entries, 9 * calls + rendezvous);
+    EXPECT_EQ(after.doorbells - before.doorbells, calls + rendezvous);
     if (rank != 0) return;
     result("batches.calls", static_cast<double>(calls));
     result("batches.entries_of_a_call", 9);
     result("batches.doorbells_of_a_call",
-           static_cast<double>(after.doorbells - before.doorbells - meetings) / static_cast<double>(calls));
+           static_cast<double>(after.doorbells - before.doorbells - rendezvous) / static_cast<double>(calls));
   });
 }
 

@@ -220,7 +220,7 @@ def test_gradients_flow_back_along_the_routes(pool: RankPool) -> None:
 def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> list[int]:
     """Each way, a row crosses the network once per (token, other node). Return the bytes of all ranks each way."""
     buffer = kept_buffer(rank)
-    check_round_trip(rank, case)  # growth and first meetings
+    check_round_trip(rank, case)  # growth and first rendezvous
     in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2]
     nodes_of = in_rank.unflatten(1, (-1, ranks_per_node)).any(dim=2)
     nodes_of[:, rank.rank // ranks_per_node] = False

@@ -163,7 +163,7 @@ def rdma_nics() -> list[dict[str, str]]:
 def _interface() -> dict[str, str]:
     """Return where ranks of several nodes would hear of each other: name, address and why, or why nowhere."""
     try:
-        return dict(_core.meeting_interface())
+        return dict(_core.rendezvous_interface())
     except Error as error:
         return {"name": "", "address": "", "why": error.one_line()}
 

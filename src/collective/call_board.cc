@@ -101,15 +101,15 @@ Status CallBoard::open(Communicator& comm) {
   WEFT_TRY_ASSIGN(ranges_[rank_], make_host_range({{}, Sharing::kHostMemory, 0, page_bytes() + 65536}));
   const uint64_t granularity = ranges_[rank_]->granularity();
   const uint64_t bytes = (page_bytes() + granularity - 1) / granularity * granularity;
-  WEFT_TRY_ASSIGN(Parcel offer, ranges_[rank_]->extend(bytes));
+  WEFT_TRY_ASSIGN(FdMessage offer, ranges_[rank_]->extend(bytes));
   struct Place {
     uint64_t process, local_name;
   };
   const Place mine{process_key(), ranges_[rank_]->local_name()};
   offer.bytes.assign(reinterpret_cast<const char*>(&mine), sizeof mine);
-  comm.parcels().begin_call();
-  WEFT_TRY_ASSIGN(const std::vector<Parcel> all,
-                  comm.parcels().all_gather(offer, "collectives.create", comm.deadline()));
+  comm.fd_exchange().begin_call();
+  WEFT_TRY_ASSIGN(const std::vector<FdMessage> all,
+                  comm.fd_exchange().all_gather(offer, "collectives.create", comm.deadline()));
   for (int rank = 0; rank < size_; ++rank) {
     if (std::ranges::count(comm.mapped_ranks(), rank) == 0) continue;  // its page cannot be read here
     if (rank != rank_) {

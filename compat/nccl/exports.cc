@@ -76,12 +76,12 @@ WEFT_NCCL_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
     return refuse(
         answer(Status::invalid("color: got {}, allowed: 0 or more, or NCCL_SPLIT_NOCOLOR", color), comm));
-  Birth birth{newcomm, std::make_unique<ncclComm>(comm->device()), comm, {}, color, key, config != nullptr,
-              {}};
+  PendingInit init{
+      newcomm, std::make_unique<ncclComm>(comm->device()), comm, {}, color, key, config != nullptr, {}};
   if (config)
-    std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
+    std::memcpy(static_cast<void*>(&init.config), config, std::min(config->size, sizeof init.config));
   *newcomm = nullptr;
-  return add_birth(std::move(birth));
+  return add_pending(std::move(init));
 }
 
 // Ranks that are left out take no part, so only the real library can do it.

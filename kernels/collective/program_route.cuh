@@ -4,7 +4,7 @@
 // slot, from memory that the sender refers to, or into memory that the receiver has granted.
 #pragma once
 
-#include "kernels/collective/program_loans.cuh"
+#include "kernels/collective/program_temporary.cuh"
 
 namespace weft {
 
@@ -158,8 +158,8 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
     if (!there) {
       route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent) + payload_of(mesh, peer),
                    cursor.sent};
-      if constexpr (LoanMesh<MeshT>) {
-        if (lent_source(a, shape, turn).loan) {
+      if constexpr (RegistrationMesh<MeshT>) {
+        if (registered_source(a, shape, turn).registration) {
           route.out = {};
           route.refers = 1;
         }

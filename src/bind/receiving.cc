@@ -23,7 +23,7 @@ uint64_t columns_of(const nb::object& tensor) {
 }
 
 nb::object leased(const HighThroughput& by, uint64_t at, bool is_captured) {
-  return is_captured ? nb::none() : Pieces::lend(by.pieces, by.buffer, at);
+  return is_captured ? nb::none() : Pieces::lease(by.pieces, by.buffer, at);
 }
 
 }  // namespace

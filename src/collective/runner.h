@@ -196,8 +196,8 @@ class CollectiveRunner {
   Communicator::WindowPlace find_place(const std::byte* memory) const;
   void place(BufferLayout& layout, bool is_stored_to) const;
   void ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output);
-  bool lends(uint64_t message_bytes) const;
-  std::vector<uint32_t> lend(const PlannedRun& planned, ProgramArgs& args) const;
+  bool takes_temporary(uint64_t message_bytes) const;
+  std::vector<uint32_t> register_buffers(const PlannedRun& planned, ProgramArgs& args) const;
   static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status announce(const PlannedRun& planned);

@@ -51,8 +51,8 @@ std::vector<std::pair<std::string, int64_t>> shape_words(const ProgramShape& sha
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
 
-// From messages of this size on, buffers are lent to the link to port peers.
-constexpr uint64_t kLeastLentBytes = 64 << 10;
+// From messages of this size on, buffers are registered at the link to port peers.
+constexpr uint64_t kLeastRegisteredBytes = 64 << 10;
 
 }  // namespace
 
@@ -96,8 +96,8 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
   args.iterations = plan.iterations;
   args.group = has_sizes ? 1 : plan.group;
   args.skip_empty = has_sizes ? 1 : 0;
-  args.lends =
-      !has_sizes && !program.is_of_pairs && lends(std::min(plan.slice_elems, plan.chunk_elems) * elem_bytes);
+  args.uses_registrations = !has_sizes && !program.is_of_pairs &&
+                            takes_temporary(std::min(plan.slice_elems, plan.chunk_elems) * elem_bytes);
   args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
   const uint64_t counters = uint64_t{kProtocols} * comm_->size() * rings_.channels * sizeof(uint64_t);
   args.sent = counters_->at<uint64_t>(0);
@@ -174,41 +174,45 @@ Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std:
     WEFT_TRY_ASSIGN(args.buffers[1].table, table(planned.output, output_table_, stream));
   }
   WEFT_TRY(announce(planned));
-  const std::vector<uint32_t> loans = args.lends ? lend(planned, args) : std::vector<uint32_t>();
+  const std::vector<uint32_t> registrations =
+      args.uses_registrations ? register_buffers(planned, args) : std::vector<uint32_t>();
   const Status status = launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream,
                                planned.program->is_of_pairs && form.input_table.empty());
-  if (!loans.empty()) comm_->port_link()->reclaim(loans, status.ok() && !is_stopped());
+  if (!registrations.empty()) comm_->port_link()->reclaim(registrations, status.ok() && !is_stopped());
   return status;
 }
 
 // Whether port peers of a call with such messages put from and to the buffers of its users: it costs each call a handful
 // of microseconds, and each message less.
-bool CollectiveRunner::lends(uint64_t message_bytes) const {
+bool CollectiveRunner::takes_temporary(uint64_t message_bytes) const {
   const Link* ports = comm_->port_link();
-  return ports && comm_->device().is_host() && message_bytes >= kLeastLentBytes && ports->lends();
+  return ports && comm_->device().is_host() && message_bytes >= kLeastRegisteredBytes &&
+         ports->takes_temporary();
 }
 
-// Lends what the run reads and writes. Buffers that cannot be lent go through outbox and slots.
-std::vector<uint32_t> CollectiveRunner::lend(const PlannedRun& planned, ProgramArgs& args) const {
+// Registers what the run reads and writes. Other buffers go through outbox and slots.
+std::vector<uint32_t> CollectiveRunner::register_buffers(const PlannedRun& planned, ProgramArgs& args) const {
   const Program& program = *planned.program;
   const uint64_t elem_bytes = element_bytes(planned.form.element);
   const uint64_t part_bytes = planned.form.part_elems * elem_bytes, per_part = planned.form.per_part;
   const auto parts = [&](uint64_t chunks) { return (chunks + per_part - 1) / per_part * part_bytes; };
   const uint64_t bytes[3] = {parts(program.used_chunks[0]), parts(program.used_chunks[1]),
                              planned.scratch_elems * elem_bytes};
-  std::vector<uint32_t> loans;
+  std::vector<uint32_t> registrations;
   for (uint32_t i = 0; i < 3; ++i) {
     if (bytes[i] == 0 || !args.buffers[i].base) continue;
-    if (i == 1 && args.loans[0] && args.buffers[1].base == args.buffers[0].base && bytes[1] <= bytes[0]) {
-      args.loans[1] = args.loans[0];  // in place
+    if (i == 1 && args.registrations[0] && args.buffers[1].base == args.buffers[0].base &&
+        bytes[1] <= bytes[0]) {
+      args.registrations[1] = args.registrations[0];  // in place
       continue;
     }
-    const Result<uint32_t> loan = comm_->port_link()->lend(args.buffers[i].base, bytes[i]);
-    if (!loan.ok()) continue;
-    args.loans[i] = *loan;
-    loans.push_back(*loan);
+    const Result<uint32_t> registration =
+        comm_->port_link()->register_temporary(args.buffers[i].base, bytes[i]);
+    if (!registration.ok()) continue;
+    args.registrations[i] = *registration;
+    registrations.push_back(*registration);
   }
-  return loans;
+  return registrations;
 }
 
 // What only moves data is compiled for the width of its elements, not for their type.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory: what this engine registers and lends, and what peers lend to it.
+// Memory: registrations of this engine, and those of peers that it may use.
 #include <algorithm>
 #include <cstring>
 
@@ -49,26 +49,27 @@ Descriptor Core::describe(const Memory& memory) const {
   return {id, memory.id_, memory.secret_, memory.range_.bytes, memory.access_};
 }
 
-Result<LentKeys> Core::keys(const Memory& memory) const {
-  if (!(memory.access_ & kLent) || !memory.is_registered())
-    return Status::invalid("memory: got memory that is not lent, allowed: registered as kLent");
-  if (memory.rails_.size() > LentKeys::kRailsMax)
+Result<TemporaryKeys> Core::keys(const Memory& memory) const {
+  if (!(memory.access_ & kTemporary) || !memory.is_registered())
+    return Status::invalid("memory: got a lasting registration, allowed: one with kTemporary");
+  if (memory.rails_.size() > TemporaryKeys::kRailsMax)
     return Status::make(Code::kUnsupported, "memory on {} rails, allowed: 1 to {}", memory.rails_.size(),
-                        LentKeys::kRailsMax);
-  LentKeys keys;
+                        TemporaryKeys::kRailsMax);
+  TemporaryKeys keys;
   keys.bytes = memory.bytes();
   for (const provider::Registration& made : memory.rails_) keys.keys[keys.rails++] = {made.base, made.rkey};
   return keys;
 }
 
-Result<std::shared_ptr<Remote>> Core::adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const {
-  if (keys.rails > LentKeys::kRailsMax || keys.rails != peer->address_.rails.size())
+Result<std::shared_ptr<Remote>> Core::adopt(const std::shared_ptr<Peer>& peer,
+                                            const TemporaryKeys& keys) const {
+  if (keys.rails > TemporaryKeys::kRailsMax || keys.rails != peer->address_.rails.size())
     return Status::invalid("keys: peer '{}' gave keys for {} rails, it has {}", peer->name(), keys.rails,
                            peer->address_.rails.size());
   auto remote = std::make_shared<Remote>();
   remote->peer_ = peer;
   remote->bytes_ = keys.bytes;
-  remote->access_ = kRemoteWrite | kLent;
+  remote->access_ = kRemoteWrite | kTemporary;
   remote->rails_.assign(keys.keys, keys.keys + keys.rails);
   return remote;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Packed writes: many small pages, or device memory that no NIC reaches, travel as large writes into slots
-// that the receiver lends, and the receiver puts them in place.
+// of the receiver, which puts them in place.
 //
 //   sender: gather pages into a slot's twin -> one write with an immediate (class stage, id = slot)
 //   receiver: check every piece against what this peer attached -> copy -> count the user's immediate ->

@@ -101,15 +101,15 @@ struct RailKey {
   uint64_t rkey = 0;
 };
 
-// The keys by which a peer writes to lent memory without attach(): Engine::keys(), Engine::adopt().
-struct LentKeys {
+// The keys by which a peer writes to a temporary registration without attach(): Engine::keys(), Engine::adopt().
+struct TemporaryKeys {
   static constexpr uint32_t kRailsMax = 3;
   uint64_t bytes = 0;  // of the memory
   uint32_t rails = 0;  // 0: the memory was taken back meanwhile
   uint32_t reserved = 0;
   RailKey keys[kRailsMax];
 };
-static_assert(sizeof(LentKeys) == 64);
+static_assert(sizeof(TemporaryKeys) == 64);
 
 enum class MessageType : uint8_t {
   kHello = 1,

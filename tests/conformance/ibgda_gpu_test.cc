@@ -215,7 +215,8 @@ TEST_P(IbgdaPosts, LowLatencyRoundsComeBack) {
   }
 }
 
-// What a NIC would be lent of windows: all of a range, also after it has grown. Needs a driver that exports memory.
+// What would be exported of windows to a NIC: all of a range, also after it has grown. Needs a driver that exports
+// memory.
 TEST(IbgdaWindows, TheDriverExportsThemAlsoAfterTheyHaveGrown) {
   const auto driver = cuda_driver();
   if (!driver.ok()) GTEST_SKIP() << driver.status().message();
@@ -227,9 +228,9 @@ TEST(IbgdaWindows, TheDriverExportsThemAlsoAfterTheyHaveGrown) {
   result("windows.ordered", (*rooms)->no_order().empty());
   for (uint64_t segment = 1; segment <= 3; ++segment) {
     ASSERT_EQ((*range)->extend(kSegment).status().message(), "");
-    const Status lent = (*rooms)->lend((*range)->base(), (*range)->bytes()).status();
-    if (segment == 1 && !lent.ok()) GTEST_SKIP() << lent.message();
-    EXPECT_EQ(lent.message(), "") << "with " << segment << " segments";
+    const Status exported = (*rooms)->export_file((*range)->base(), (*range)->bytes()).status();
+    if (segment == 1 && !exported.ok()) GTEST_SKIP() << exported.message();
+    EXPECT_EQ(exported.message(), "") << "with " << segment << " segments";
     result("windows.segments_exported", static_cast<double>(segment));
   }
 }

@@ -438,7 +438,7 @@ Result<std::unique_ptr<ibgda::QueueRoom>> FileRooms::make(uint64_t bytes) {
       std::make_unique<FileRoom>(std::move(file), static_cast<std::byte*>(mapped), bytes, error_));
 }
 
-Result<ibgda::RoomFile> FileRooms::lend(std::byte* at, uint64_t) {
+Result<ibgda::RoomFile> FileRooms::export_file(std::byte* at, uint64_t) {
   FileDescriptor file = own_memory_file();
   if (!file.is_open()) return Status::from_errno(errno, "open /proc/self/mem");
   return ibgda::RoomFile{std::move(file), reinterpret_cast<uint64_t>(at) + static_cast<uint64_t>(error_)};

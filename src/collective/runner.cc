@@ -108,7 +108,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
   WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + 2 * sizeof(uint64_t)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end, plan.end));
-  WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));
+  WEFT_TRY_ASSIGN(auto log, CallLog::create(*comm));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
   runner->visible_ = std::move(visible);
   runner->on_death_ = comm->peers().alarm(
@@ -116,7 +116,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
         raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
       });
   runner->counters_ = std::move(memory);
-  runner->board_ = std::move(board);
+  runner->call_log_ = std::move(log);
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
   runner->exchange_ = plan.exchange;

@@ -31,7 +31,7 @@
 
 #include "base/stream_order.h"
 #include "base/tally.h"
-#include "collective/call_board.h"
+#include "collective/call_log.h"
 #include "collective/shared_addresses.h"
 #include "comm/window.h"
 #include "jit/jit.h"
@@ -224,7 +224,7 @@ class CollectiveRunner {
   CallTally tally_;
   TallyOperation* exchanges_[kExchanges];
   std::unique_ptr<HostVisible> visible_;
-  std::unique_ptr<CallBoard> board_;
+  std::unique_ptr<CallLog> call_log_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule

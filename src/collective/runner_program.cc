@@ -230,7 +230,7 @@ ProgramShape CollectiveRunner::shape_of(const Program& program, const RunCall& c
 Status CollectiveRunner::announce(const PlannedRun& planned) {
   const bool is_of_pairs = planned.program->is_of_pairs;
   if (!is_of_pairs) {
-    board_->post(planned.record);
+    call_log_->post(planned.record);
     WEFT_TRY(compare_calls());
   }
   return is_of_pairs || !planned.form.input_table.empty() ? announce_messages(planned) : Status();
@@ -258,14 +258,15 @@ Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
     }
   };
   each(program.receivers, call.input_table, program.is_of_pairs ? "send" : "all_to_all",
-       [&](int peer, const CallRecord& record) { board_->post_send(peer, record); });
+       [&](int peer, const CallRecord& record) { call_log_->post_send(peer, record); });
   each(program.senders, call.output_table, program.is_of_pairs ? "recv" : "all_to_all",
-       [&](int peer, const CallRecord& record) { board_->post_receive(peer, record); });
+       [&](int peer, const CallRecord& record) { call_log_->post_receive(peer, record); });
   if (!config().check) return {};
   Status status;
   each(program.senders, call.output_table, "", [&](int peer, const CallRecord&) {
     if (status.ok())
-      status = board_->compare_receive(peer, Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+      status =
+          call_log_->compare_receive(peer, Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
   });
   return status.ok() ? status : logged(status);
 }

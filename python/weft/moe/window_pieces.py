@@ -8,7 +8,7 @@
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
 Peers write into a piece once a later call of this rank has told them to. So the communication stream first waits for
-what was queued, when the last tensor of the piece died, on the stream that was current when it was leased and on the one
+what was queued, when the last tensor of the piece died, on the stream current when it was leased and on the one
 that was current when it died, and later calls come after that. Streams that ``Tensor.record_stream()`` named may lag
 behind for long, and must not hold up later calls: their pieces stay out until they are done, as torch does it with
 memory of its own, unless there is no other room.

@@ -40,7 +40,7 @@ class EndedSums:
 @kept
 def ended_sums(algorithm: Algorithm) -> EndedSums:
     """Analyse a verified algorithm. The answer is kept: every rank of a book asks for it. Threads: any."""
-    algorithm = algorithm.unturned()
+    algorithm = algorithm.unrotated()
     nothing = EndedSums(algorithm, frozenset(), False)
     if algorithm.contract is None or algorithm.collective not in _REDUCING:
         return nothing

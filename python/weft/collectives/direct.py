@@ -55,7 +55,7 @@ def direct_messages(algorithm: Algorithm) -> DirectMessages:
 
     The answer is kept: the cost model asks for every size, the executor once more. Threads: any.
     """
-    algorithm = algorithm.unturned()
+    algorithm = algorithm.unrotated()
     connections = check_structure(algorithm)
     blocks = sum(1 for _ in algorithm.blocks())
     work = sum(step.count for *_, step in algorithm.steps())

@@ -119,7 +119,7 @@ def promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
     ranks = range(algorithm.num_ranks)
     if type(contract).after is not Collective.after:
         return [contract.after(rank) for rank in ranks]
-    algorithm = algorithm.unturned()
+    algorithm = algorithm.unrotated()
     interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
     interpreter.run()
     return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]

@@ -157,7 +157,7 @@ struct ncclComm {
   bool is_capturing(cudaStream_t stream) const;
 
   static constexpr uint64_t kMagic = 0x5745465443434f4d;
-  static constexpr size_t kKeptPlans = 1024;  // of each kind
+  static constexpr size_t kCachedPlans = 1024;  // of each kind
   const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
   const weft::OwnerProcess owner_;
   const weft::Device device_;

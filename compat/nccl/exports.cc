@@ -191,12 +191,12 @@ WEFT_NCCL_API const char* ncclGetErrorString(ncclResult_t result) {
   return result >= 0 && result < ncclNumResults ? kTexts[result] : "an unknown result";
 }
 WEFT_NCCL_API const char* ncclGetLastError(ncclComm_t comm) {
-  thread_local std::string kept;
-  kept = comm && !comm->last_error().empty() ? comm->last_error() : last_error();
-  if (kept.empty() && comm && comm->real())
+  thread_local std::string message;
+  message = comm && !comm->last_error().empty() ? comm->last_error() : last_error();
+  if (message.empty() && comm && comm->real())
     if (const auto function = real<decltype(&ncclGetLastError)>("ncclGetLastError"))
       return function(comm->real());
-  return kept.c_str();
+  return message.c_str();
 }
 WEFT_NCCL_API void ncclResetDebugInit() {
   if (const auto function = real<decltype(&ncclResetDebugInit)>("ncclResetDebugInit")) function();

@@ -269,7 +269,7 @@ Result<const ncclComm::PlannedCall*> ncclComm::plan_of(const Operation& o) {
   } else {
     WEFT_TRY_ASSIGN(planned, plan_program(o));
   }
-  if (planned_.size() >= kKeptPlans) planned_.clear();
+  if (planned_.size() >= kCachedPlans) planned_.clear();
   return &planned_.emplace(form, std::move(*planned)).first->second;
 }
 

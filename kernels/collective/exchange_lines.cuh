@@ -301,16 +301,16 @@ WEFT_DEVICE void rooted_slice(const R& run, uint64_t number, Slice slice) {
   auto sent = [&](uint32_t peer) {
     return has_parts_out ? part_of(a.input, a.bytes, peer) : Piece{a.input, a.bytes};
   };
-  auto kept = [&](uint32_t peer) {
+  auto received = [&](uint32_t peer) {
     return has_parts_in ? part_of(a.output, a.bytes, peer) : Piece{a.output, a.bytes};
   };
   send_lines(round, slice, sent, [&](uint32_t peer) { return goes(run.self, peer); });
   if (run.kind() == Exchange::kReduce) {
-    if (run.is_root()) return add_lines(round, slice, sent(0), kept(0), [](uint32_t, const Vec16&) {});
+    if (run.is_root()) return add_lines(round, slice, sent(0), received(0), [](uint32_t, const Vec16&) {});
   } else if (run.is_root()) {
-    copy_own(run, slice, sent(run.self), kept(run.self));
+    copy_own(run, slice, sent(run.self), received(run.self));
   }
-  receive_lines(round, slice, kept, [&](uint32_t peer) { return goes(peer, run.self); });
+  receive_lines(round, slice, received, [&](uint32_t peer) { return goes(peer, run.self); });
 }
 
 template <class R>

@@ -180,13 +180,13 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   const bool is_small = turn.units * 16 < a.direct.least_bytes;
   if (header.place == Place::kSlot && (turn.step->direct & kMayRefer) && !is_small) {
     const bool is_send = static_cast<StepOp>(turn.step->op) == StepOp::kSend;
-    const Piece& kept = is_send ? turn.src : turn.dst;
+    const Piece& piece = is_send ? turn.src : turn.dst;
     const BufferLayout& layout = a.buffers[is_send ? turn.step->src_buffer : turn.step->dst_buffer];
     if (layout.window)
       header = {Place::kWindow, static_cast<uint16_t>(layout.window), salt,
-                layout.window_at + static_cast<uint64_t>(kept.at - layout.base), kept.bytes};
+                layout.window_at + static_cast<uint64_t>(piece.at - layout.base), piece.bytes};
     else if (a.direct.readers[peer])
-      header = {Place::kProcess, 0, salt, reinterpret_cast<uint64_t>(kept.at), kept.bytes};
+      header = {Place::kProcess, 0, salt, reinterpret_cast<uint64_t>(piece.at), piece.bytes};
     if (header.place != Place::kSlot) {
       route.out = {};
       route.refers = 1;

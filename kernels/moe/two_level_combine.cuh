@@ -87,8 +87,8 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
   }
 
   // Adds rows of the batch's next messages into its slot until it is full, or a row is missing. state.at: messages added.
-  WEFT_DEVICE void send(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) const {
-    RingState state = kept;
+  WEFT_DEVICE void send(uint32_t batch, uint32_t i, RingState& stored, Turn& turn) const {
+    RingState state = stored;
     const Ring ring = ring_to(batch, i);
     if (state.is_done || messages(ring.peer, own_) == 0) return;
     const uint32_t row = ring.peer * a_.domains.batches + batch;
@@ -111,7 +111,7 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
       send_slot(warp_, mesh_, a_.at, ring, state, epoch_, bytes);
     }
     if (state.at != before) turn.moved();
-    keep(warp_, kept, state);
+    keep(warp_, stored, state);
   }
 
   WEFT_DEVICE void build(uint32_t source, const int32_t* record, std::byte* at) const {

@@ -80,8 +80,8 @@ class DispatchBatches {
   }
 
   // The batch's next slot to a domain.
-  WEFT_DEVICE void send(uint32_t batch, uint32_t domain, RingState& kept, Turn& turn) {
-    RingState state = kept;
+  WEFT_DEVICE void send(uint32_t batch, uint32_t domain, RingState& stored, Turn& turn) {
+    RingState state = stored;
     if (state.is_done || !are_there(mesh_.rank(), domain)) return;
     const Ring ring = ring_to(batch, domain);
     if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kDispatchSlot, turn)) return;
@@ -98,7 +98,7 @@ class DispatchBatches {
     state.moved += built;
     state.is_done = range.first + state.at == range.end;
     send_slot(warp_, mesh_, a_.at, ring, state, epoch_, built * form_.stride);
-    keep(warp_, kept, state);
+    keep(warp_, stored, state);
     turn.moved();
   }
 
@@ -135,8 +135,8 @@ class DispatchBatches {
   }
 
   // Stores the messages of one slot to their places.
-  WEFT_DEVICE void forward(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) {
-    RingState state = kept;
+  WEFT_DEVICE void forward(uint32_t batch, uint32_t i, RingState& stored, Turn& turn) {
+    RingState state = stored;
     const Ring ring = ring_from(batch, i);
     if (state.is_done || !are_there(ring.peer, own_)) return;
     const uint64_t word = read_word(warp_, mesh_, ring.peer, ring.own_word, epoch_);
@@ -155,7 +155,7 @@ class DispatchBatches {
     if (state.is_done && warp_.rank() == 0)
       a_.routes.batch_count[ring.peer * a_.domains.batches + batch] = static_cast<int32_t>(come);
     if (count != 0) free_slot(warp_, mesh_, ring, state, epoch_);
-    keep(warp_, kept, state);
+    keep(warp_, stored, state);
     turn.moved();
   }
 

@@ -15,7 +15,7 @@
 #include "base/random.h"
 #include "base/same_host.h"
 #include "providers/fabric/address.h"
-#include "providers/fabric/kept_keys.h"
+#include "providers/fabric/key_cache.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/listener_guard.h"
 #include "providers/fabric/nic.h"
@@ -282,10 +282,10 @@ class FabricRail : public Rail {
 
   Status check_keys_end() {
     WEFT_TRY_ASSIGN(
-        const bool are_kept,
-        fi::keeps_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
-                       [&](Registration& registration) { release(registration); }));
-    if (!are_kept) return {};
+        const bool are_cached,
+        fi::caches_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
+                        [&](Registration& registration) { release(registration); }));
+    if (!are_cached) return {};
     return logged(Status::make(
         Code::kUnsupported,
         "fabric: {}: memory that is given back stays within peers' reach, as libfabric's cache of "

@@ -81,7 +81,7 @@ Fields<LowLatencyCombineForm> combine_fields() {
       .required("row_bytes", &Form::row_bytes)
       .required("has_weights", &Form::has_weights)
       .required("dispatch_had_weights", &Form::dispatch_had_weights)
-      .optional("kept_weights", &Form::kept_weights)
+      .optional("saved_weights", &Form::saved_weights)
       .optional("sent_id_bytes", &Form::sent_id_bytes)
       .optional("signal_value", &Form::signal_value)
       .optional("signals_per_expert", &Form::signals_per_expert)

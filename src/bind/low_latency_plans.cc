@@ -38,7 +38,7 @@ class HandleState {
         place_(place.value) {}
 
   nb::object form, key, routes, status;
-  nb::object kept_rows = nb::none();  // as long as this: what the next combine reads in place
+  nb::object combine_rows = nb::none();  // as long as this: what the next combine reads in place
   bool is_checked = false;  // whether the routes are as long as the form says: those of a dispatch are
 
   TensorAddress place() const { return address_of(routes); }
@@ -200,8 +200,8 @@ template <class Calls>
 class LowLatencyCallPlan {
  protected:
   LowLatencyCallPlan(nb::object calls, const LowLatencySetting& setting, std::string name)
-      : kept_(std::move(calls)),
-        calls_(&nb::cast<const Calls&>(kept_)),
+      : python_calls_(std::move(calls)),
+        calls_(&nb::cast<const Calls&>(python_calls_)),
         setting_(setting),
         name_(std::move(name)) {}
 
@@ -238,11 +238,11 @@ class LowLatencyCallPlan {
     const uint64_t number = left.sent.number;
     mode.note_unreceived(number, name_);
     return {setting_.finished(),
-            nb::cast(ReceiveHook(kept_, mode, number, std::move(left), tensors(), std::move(state)))};
+            nb::cast(ReceiveHook(python_calls_, mode, number, std::move(left), tensors(), std::move(state)))};
   }
 
  private:
-  nb::object kept_;
+  nb::object python_calls_;
   const Calls* calls_;
   LowLatencySetting setting_;
   std::string name_;
@@ -382,7 +382,7 @@ nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, H
 
 void bind_low_latency_plans(nb::module_& module) {
   using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
-                                   &HandleState::status, &HandleState::kept_rows>;
+                                   &HandleState::status, &HandleState::combine_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
       .def(
           "__init__",
@@ -393,7 +393,7 @@ void bind_low_latency_plans(nb::module_& module) {
           nb::arg("form"), nb::arg("routes"), nb::arg("status"))
       .def_ro("form", &HandleState::form)
       .def_ro("routes", &HandleState::routes)
-      .def_rw("kept_rows", &HandleState::kept_rows, nb::arg().none())
+      .def_rw("combine_rows", &HandleState::combine_rows, nb::arg().none())
       .def_prop_ro("number", &HandleState::number)
       .def_prop_ro("group_key", [](const HandleState& self) { return self.form.attr("group_key"); })
       .def_prop_ro("is_in_place", [](const HandleState& self) { return self.is_in_place(self.place()); })

@@ -75,17 +75,17 @@ nb::object ReceivedRows::payload() {
   return nb::make_tuple(rows(), scales());
 }
 
-const nb::object& ReceivedRows::like(Made& kept, const nb::object& sent, bool is_row, uint64_t offset) {
-  if (kept.is_valid() || sent.is_none()) return kept.is_valid() ? kept : sent;
+const nb::object& ReceivedRows::like(Made& cached, const nb::object& sent, bool is_row, uint64_t offset) {
+  if (cached.is_valid() || sent.is_none()) return cached.is_valid() ? cached : sent;
   const Shape shape{num_rows_, columns_of(sent), true};
   const nb::object dtype = sent.attr("dtype");
-  return kept = made(is_row ? rows_lease_ : meta_lease_, (is_row ? at_.rows_at : at_.meta_at) + offset, shape,
-                     dtype, is_row);
+  return cached = made(is_row ? rows_lease_ : meta_lease_, (is_row ? at_.rows_at : at_.meta_at) + offset,
+                       shape, dtype, is_row);
 }
 
-const nb::object& ReceivedRows::column(Made& kept, uint64_t offset) {
-  if (kept.is_valid()) return kept;
-  return kept = made(meta_lease_, at_.meta_at + offset, {num_rows_, 1, false}, by().int32, false);
+const nb::object& ReceivedRows::column(Made& cached, uint64_t offset) {
+  if (cached.is_valid()) return cached;
+  return cached = made(meta_lease_, at_.meta_at + offset, {num_rows_, 1, false}, by().int32, false);
 }
 
 nb::object ReceivedRows::made(const nb::object& lease, uint64_t at, const Shape& shape,

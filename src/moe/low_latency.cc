@@ -412,7 +412,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.row_bytes;
   args.sent_id_bytes = form.sent_id_bytes;
-  args.has_kept_weights = form.kept_weights ? 1 : 0;
+  args.has_kept_weights = form.saved_weights ? 1 : 0;
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
@@ -448,7 +448,7 @@ LowLatencyCombineMemory LowLatency::filled(const PlannedCombine& plan, LowLatenc
       routes_layout(ranks(), plan.args.call.batches, form.top_k, form.dispatch_had_weights);
   if (!memory.sent_idx) memory.sent_idx = memory.routes + at.chosen;
   if (!form.has_weights) memory.topk_idx = memory.sent_idx;
-  if (form.kept_weights) memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
+  if (form.saved_weights) memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
   return memory;
 }
 

@@ -78,7 +78,7 @@ struct LowLatencyCombineForm {
   uint32_t row_bytes = 0;  // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights =
       false;  // else those that went with the dispatch count, and its ids, with a reduced reply
-  bool kept_weights =
+  bool saved_weights =
       false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
   bool dispatch_had_weights = false;
   uint32_t sent_id_bytes = sizeof(int32_t);  // of sent_idx; without these, of what the routes keep

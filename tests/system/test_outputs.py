@@ -247,7 +247,7 @@ def test_outputs_of_autograd_can_be_changed_in_place(pair: RankPool) -> None:
     pair.run(check_changed_in_place, CASES[0])
 
 
-def check_repeat_beside_kept_rows(rank: Rank) -> None:
+def check_repeat_with_later_rows(rank: Rank) -> None:
     """A handle repeats a large dispatch while rows of many smaller, later ones are kept, as micro-batches keep them."""
     buffer = weft.Buffer(rank.group, 1 << 20, explicitly_destroy=True)
     cases = [MoeCase((tokens, 30), 4096, 2, 4, "one expert", seed=4) for tokens in (1030, *[258] * 12)]
@@ -260,7 +260,7 @@ def check_repeat_beside_kept_rows(rank: Rank) -> None:
 
 
 def test_a_handle_can_be_repeated_while_later_rows_are_kept(pair: RankPool) -> None:
-    pair.run(check_repeat_beside_kept_rows)
+    pair.run(check_repeat_with_later_rows)
 
 
 def _unaligned(rows: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from weft.collectives.cached import cached
 from weft.collectives.flow import size_limit
 from weft.collectives.interpreter import Interpreter, Running
 from weft.collectives.ir import Algorithm, Block, Connection, Step
-from weft.collectives.kept import kept
 from weft.collectives.structure import BlockId, check_structure
 from weft.collectives.values import total
 
@@ -37,9 +37,9 @@ class EndedSums:
     has_average: bool
 
 
-@kept
+@cached
 def ended_sums(algorithm: Algorithm) -> EndedSums:
-    """Analyse a verified algorithm. The answer is kept: every rank of a book asks for it. Threads: any."""
+    """Analyse a verified algorithm. The answer is cached: every rank of a book asks for it. Threads: any."""
     algorithm = algorithm.unrotated()
     nothing = EndedSums(algorithm, frozenset(), False)
     if algorithm.contract is None or algorithm.collective not in _REDUCING:

@@ -281,7 +281,7 @@ class DeviceContext:
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         if isinstance(self._pieces, WindowPieces) and self._pieces.returned:
-            self._pieces.reclaim_kept()
+            self._pieces.reclaim_if_any()
         return self.stream, current, previous is None, not async_finish
 
     def order_of_all(self) -> Order:

@@ -363,10 +363,10 @@ class LowLatencyCalls:
             shape = (local, num_rows, "hidden")
             return arguments.check_row_bytes("x", arguments.check_tensor("x", x, shape, bf16, context.device))
         arguments.check_tensor("x", x, (local, num_rows, hidden), bf16, context.device, contiguous=False)
-        kept = combine_rows_of(state)
-        if kept is None:
+        rows = combine_rows_of(state)
+        if rows is None:
             raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
-        return kept
+        return rows
 
     def _plan_combine(
         self,
@@ -395,7 +395,7 @@ class LowLatencyCalls:
             "reply": reply,
             "row_bytes": hidden * 2,
             "has_weights": True,
-            "kept_weights": weights is None,
+            "saved_weights": weights is None,
             "dispatch_had_weights": form.had_weights,
             "signal_value": signals.value,
             "signals_per_expert": signals.per_expert,

@@ -35,11 +35,11 @@ def make_statuses(is_received: bool) -> None:
     words = array("q", [int(is_received)]) * (2 * _MADE_AT_ONCE)
     words[1::2] = array("q", range(first, first + _MADE_AT_ONCE))
     with torch.inference_mode(False):  # autograd may save them in a later call
-        together = _kept_words(words)
+        together = _tensor_over(words)
         unused_statuses[is_received].extend(parts_of(together, 2, _MADE_AT_ONCE))
 
 
-def _kept_words(words: array[int]) -> Tensor:
+def _tensor_over(words: array[int]) -> Tensor:
     """Return them as i64[len(words)] on the CPU that nobody can free or resize under others who share its memory."""
     return torch.frombuffer(words, dtype=torch.int64)
 
@@ -72,7 +72,7 @@ class LowLatencyForm:
     def facts(self) -> Tensor:
         """What a handle carries of it, i64[8] on the CPU."""
         with torch.inference_mode(False):  # autograd may save them in a later call
-            return _kept_words(array("q", (_KIND, *self.numbers)))
+            return _tensor_over(array("q", (_KIND, *self.numbers)))
 
     @functools.cached_property
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ def combine_rows_of(state: _core.LowLatencyHandleState) -> Tensor | None:
 
 def keep_combine_rows(state: _core.LowLatencyHandleState, rows: Tensor) -> None:
     """Keep them as long as the state, or another one of the same tensors."""
-    state.kept_rows = _combine_rows[state.number] = rows
+    state.combine_rows = _combine_rows[state.number] = rows
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
@@ -155,5 +155,5 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
             group_key, num_tokens, top_k, bool(had_weights), max_tokens, hidden, num_experts, rows_shape
         )
         state = _core.LowLatencyHandleState(form, routes, status)
-        state.kept_rows = combine_rows_of(state)
+        state.combine_rows = combine_rows_of(state)
         return state

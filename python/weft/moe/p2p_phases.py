@@ -3,7 +3,7 @@
 
     turns, order = Turns(contexts, max_in_flight), PhaseOrder(contexts, device, num_sms)
     context = turns.next()                       # for a new exchange
-    ids = Kept("topk_idx", topk_idx)             # a tensor that later phases read: ids.tensor()
+    ids = SavedInput("topk_idx", topk_idx)             # a tensor that later phases read: ids.tensor()
     turns.check_send(context)                    # before each send
     sent = order.send(context, run, (x, ids))    # run(stream) launches the phase
     turns.note_sent(context, sent, "dispatch_recv")
@@ -152,7 +152,7 @@ def times_written(tensor: Tensor) -> int:
     return _NOT_COUNTED if tensor.is_inference() else int(tensor._version)
 
 
-class Kept:
+class SavedInput:
     """A tensor as a send got it. name: of the argument."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:

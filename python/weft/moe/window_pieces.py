@@ -79,7 +79,7 @@ class WindowPieces(_core.Pieces):  # type: ignore[misc]
         piece.settle(self._cuda)
         self.returned.append(piece)
 
-    def reclaim_kept(self) -> None:
+    def reclaim_if_any(self) -> None:
         """Do as reclaim(), outside of captures, where there is anything to do."""
         if self.returned and not self._cuda.is_capturing(self._cuda.stream(self._cuda.current())):
             self.reclaim()

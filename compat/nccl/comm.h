@@ -129,7 +129,7 @@ struct ncclComm {
   Status run_in_order(std::span<const Operation> operations);
   bool serves(const Operation& operation);
   Status serve(const Operation& operation);
-  Status serve_alone(const Operation& operation);
+  Status serve_one_rank(const Operation& operation);
   Status forward(const std::vector<const Operation*>& operations);
   Status forward_one(const Operation& operation);
   const weft::BookChoice* exchange_for(const Operation& operation) const;

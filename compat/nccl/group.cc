@@ -34,7 +34,7 @@ using Share = std::span<const Operation>;
 
 // Runs act(0) to act(count - 1), each in a thread of its own where there are several: they may wait for each
 // other.
-Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
+Status run_in_threads(size_t count, const std::function<Status(size_t)>& act) {
   if (count == 1) return act(0);
   std::vector<Status> results(count);
   std::vector<std::thread> threads;
@@ -80,7 +80,7 @@ ncclResult_t run_shares(std::vector<Operation> operations) {
   if (starts_in_turn(shares))
     for (size_t i = 0; i < shares.size(); ++i) (void)run(i);
   else
-    (void)run_beside(shares.size(), run);
+    (void)run_in_threads(shares.size(), run);
   ncclResult_t result = ncclSuccess;
   for (const Status& status : results)
     if (!status.ok()) result = answer(status);
@@ -107,7 +107,7 @@ ncclResult_t init_pending(std::vector<PendingInit>& pending) {
       line->push_back(&init);
   }
   if (lines.empty()) return ncclSuccess;
-  return answer(run_beside(lines.size(), [&](size_t i) {
+  return answer(run_in_threads(lines.size(), [&](size_t i) {
     for (PendingInit* init : lines[i]) WEFT_TRY(init_one(*init));
     return Status();
   }));

@@ -80,12 +80,12 @@ struct Slice {
 };
 
 WEFT_DEVICE Vec16 load_unit(const Piece& piece, uint64_t unit) {
-  if (unit < message::whole_units(piece, unit + 1))
+  if (unit < message::full_units(piece, unit + 1))
     return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
   return message::load_ragged(piece, unit);
 }
 WEFT_DEVICE void store_unit(const Piece& piece, uint64_t unit, const Vec16& value) {
-  if (unit < message::whole_units(piece, unit + 1))
+  if (unit < message::full_units(piece, unit + 1))
     return store_vec(reinterpret_cast<Vec16*>(piece.at) + unit, value);
   message::store_ragged(piece, unit, value);
 }
@@ -223,7 +223,7 @@ WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store)
 // Copies units. Units that are not whole or not aligned are copied after the others, one at a time: there
 // are few, and the code that moves them is long.
 WEFT_DEVICE void copy_units(Block block, uint32_t count, const Piece& from, const Piece& to) {
-  const uint64_t whole = message::whole_units(from, message::whole_units(to, count));
+  const uint64_t whole = message::full_units(from, message::full_units(to, count));
   const auto* src = reinterpret_cast<const Vec16*>(from.at);
   auto* dst = reinterpret_cast<Vec16*>(to.at);
   move_units(

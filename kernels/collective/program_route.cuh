@@ -202,15 +202,15 @@ WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack&
 
 // Looks once, or until it is there if nothing else is left to do. One thread. has(lack): one look.
 template <class Has>
-WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bool is_alone, Has has) {
+WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bool is_only_one, Has has) {
   Lack lack{};
   for (uint32_t polls = 0;; ++polls) {
     if (has(lack)) {
       cursor.waiting_since_ns = 0;
       return kGo;
     }
-    if (is_alone) pause(polls);
-    if (is_alone && !is_check_due(polls)) continue;
+    if (is_only_one) pause(polls);
+    if (is_only_one && !is_check_due(polls)) continue;
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
     // A block that waits for another block of its rank reports nothing: the other block names the missing peer.
@@ -218,7 +218,7 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bo
     const bool is_late = now - cursor.waiting_since_ns > allowed_ns;
     if (is_late) give_up(a, cursor, lack, now - cursor.waiting_since_ns);
     if (is_late || load_relaxed(&a.wait.fault->raised) != 0) return kFault;
-    if (!is_alone) return kNotYet;
+    if (!is_only_one) return kNotYet;
   }
 }
 

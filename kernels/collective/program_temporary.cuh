@@ -30,8 +30,8 @@ WEFT_DEVICE bool goes_without_grant(const MeshT& mesh, const Cursor& cursor, con
 }
 
 // A network moves whole units.
-WEFT_DEVICE RegisteredPlace registered_if_whole(uint32_t registration, const Piece& piece,
-                                                const std::byte* base, uint64_t units) {
+WEFT_DEVICE RegisteredPlace registered_if_aligned(uint32_t registration, const Piece& piece,
+                                                  const std::byte* base, uint64_t units) {
   const auto at = static_cast<uint64_t>(piece.at - base);
   return registration && at % 16 == 0 && piece.bytes >= units * 16 ? RegisteredPlace{registration, at}
                                                                    : RegisteredPlace{};
@@ -43,8 +43,8 @@ WEFT_DEVICE RegisteredPlace registered_source(const ProgramArgs& a, const Shape&
   if (!(turn.step->direct & kMayRefer) || !may_be_direct(a, shape, turn.units)) return {};
   const bool is_send = static_cast<StepOp>(turn.step->op) == StepOp::kSend;
   const uint32_t buffer = is_send ? turn.step->src_buffer : turn.step->dst_buffer;
-  return registered_if_whole(a.registrations[buffer], is_send ? turn.src : turn.dst, a.buffers[buffer].base,
-                             turn.units);
+  return registered_if_aligned(a.registrations[buffer], is_send ? turn.src : turn.dst, a.buffers[buffer].base,
+                               turn.units);
 }
 
 // The message's destination at the peer, if the peer's grant has come.
@@ -58,7 +58,7 @@ WEFT_DEVICE RegisteredPlace registered_target(const ProgramArgs& a, const MeshT&
   std::byte* const base = mesh.local();  // of any memory: the place in the buffer is the same over there
   const Piece piece = piece_in(a, a.buffers[buffer], base, element_bytes(static_cast<Element>(shape.element)),
                                turn.step->remote_index + cursor.chunk, turn.chunks, cursor.iteration);
-  return registered_if_whole(grant->registration[buffer], piece, base, turn.units);
+  return registered_if_aligned(grant->registration[buffer], piece, base, turn.units);
 }
 
 // Announces the registrations to a port peer, then grants their use in the run that `tag` names.

@@ -81,7 +81,7 @@ bool attach_filter(int socket, const Header& head) {
 
 // Closing what a stranger sent may take as long as the stranger likes: a socket that lingers, a file of a file system
 // that does not answer. So a thread of its own does it; a rank has few of them at a time.
-void close_beside(std::vector<FileDescriptor> strangers) {
+void close_in_thread(std::vector<FileDescriptor> strangers) {
   static std::atomic<int> threads{0};
   constexpr int kMostThreads = 16;
   if (threads.fetch_add(1) < kMostThreads) {
@@ -114,7 +114,7 @@ struct FdExchange::Datagram {
   size_t got = 0;
   uid_t user = static_cast<uid_t>(-1);
   std::vector<FileDescriptor> descriptors;
-  bool is_whole = false;  // nothing of it was left out
+  bool is_complete = false;  // nothing of it was left out
 
   // False where none is there; errno says why.
   bool receive(int socket);
@@ -132,7 +132,7 @@ bool FdExchange::Datagram::receive(int socket) {
   const ssize_t length = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (length < 0) return false;
   got = static_cast<size_t>(length);
-  is_whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+  is_complete = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part; part = CMSG_NXTHDR(&message, part)) {
     if (part->cmsg_level != SOL_SOCKET) continue;
     if (part->cmsg_type == SCM_CREDENTIALS) {
@@ -234,7 +234,7 @@ void FdExchange::take(Datagram& datagram) {
   if (datagram.got < sizeof header || header.magic != kMagic || header.key != address_.key)
     return refuse(datagram, "it does not carry this rank's key");
   const size_t bytes = datagram.got - sizeof header;
-  if (!datagram.is_whole || header.bytes != bytes || header.sender >= peers_.size() ||
+  if (!datagram.is_complete || header.bytes != bytes || header.sender >= peers_.size() ||
       datagram.descriptors.size() > 1)
     return refuse(datagram, "it is not one of this version's");
   if (header.sequence < sequence_) return;
@@ -245,7 +245,7 @@ void FdExchange::take(Datagram& datagram) {
 
 void FdExchange::refuse(Datagram& datagram, std::string_view why) {
   const size_t descriptors = datagram.descriptors.size();
-  if (descriptors) close_beside(std::move(datagram.descriptors));
+  if (descriptors) close_in_thread(std::move(datagram.descriptors));
   if (const uint64_t times = refused_.count())
     log_warn("rank {}: a datagram of user {} with {} descriptors is refused: {} ({} so far)", rank_,
              datagram.user, descriptors, why, times);

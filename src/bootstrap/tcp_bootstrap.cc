@@ -221,14 +221,14 @@ class TcpBootstrap : public RendezvousBootstrap {
 
   void send_reports() {
     std::vector<Report> reports;
-    bool is_alone = false;
+    bool has_ended = false;
     {
       std::lock_guard lock(mutex_);
       reports.swap(reports_);
-      is_alone = is_over_;
+      has_ended = is_over_;
     }
     for (const Report& report : reports)
-      if (is_alone || !send({Kind::kLost, report.peer, 0, !report.is_sure}, report.how))
+      if (has_ended || !send({Kind::kLost, report.peer, 0, !report.is_sure}, report.how))
         lose(report.peer, report.how);
   }
 

@@ -99,7 +99,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   std::unique_ptr<TwoLevel> levels;
   uint64_t control_end = control.end;
   if (!comm->why_not_all_mapped().empty()) {
-    WEFT_TRY_ASSIGN(DomainPlan domains, agree_on_domains(*comm, wanted.each_alone));
+    WEFT_TRY_ASSIGN(DomainPlan domains, agree_on_domains(*comm, wanted.single_rank_domains));
     control = plan_control(ranks, domains.count);
     const auto rings = plan_two_level(control.end, control.offsets.record_words, domains, limits);
     levels = std::make_unique<TwoLevel>(std::move(domains), rings, static_cast<uint32_t>(comm->rank()));

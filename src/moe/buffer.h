@@ -39,7 +39,8 @@ struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
   uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
-  bool each_alone = false;  // where ranks do not all map each other, sum no rows of a node before they return
+  bool single_rank_domains =
+      false;  // where ranks do not all map each other, sum no rows of a node before they return
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the

@@ -40,7 +40,7 @@ int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts, int64_t least) 
 }
 
 // Links other than NVLink may deliver a line in pieces.
-bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
+bool loads_full_lines(const std::vector<RankFacts>& ranks) {
   for (const RankFacts& from : ranks)
     for (const RankFacts& to : ranks)
       if (from.host != to.host || (from.gpu != to.gpu && !is_nvlink_pair(from.gpu, to.gpu))) return false;
@@ -89,7 +89,7 @@ Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan doma
   const int64_t wanted = config().low_latency_line_tokens;
   const bool is_valid = wanted >= -1 && wanted <= kMaxBatches;
   const bool may =
-      comm.why_not_all_mapped().empty() && (comm.device().is_host() || keeps_lines_whole(comm.facts()));
+      comm.why_not_all_mapped().empty() && (comm.device().is_host() || loads_full_lines(comm.facts()));
   const uint32_t mine = !may || !is_valid ? 0
                         : wanted < 0      ? kPlannedLineTokens
                                           : static_cast<uint32_t>(wanted);

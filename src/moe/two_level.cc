@@ -8,9 +8,9 @@
 
 namespace weft {
 
-Result<DomainPlan> agree_on_domains(Communicator& comm, bool each_alone) {
+Result<DomainPlan> agree_on_domains(Communicator& comm, bool single_rank_domains) {
   std::vector<uint64_t> mine((static_cast<size_t>(comm.size()) + 63) / 64, 0);
-  for (const int rank : each_alone ? std::vector<int>{comm.rank()} : comm.mapped_ranks())
+  for (const int rank : single_rank_domains ? std::vector<int>{comm.rank()} : comm.mapped_ranks())
     mine[static_cast<size_t>(rank) / 64] |= uint64_t{1} << (rank % 64);
   WEFT_TRY_ASSIGN(const auto mapped, comm.show("moe.domains", mine));
   return plan_domains(mapped);

@@ -25,9 +25,9 @@ inline uint64_t rows_between(const int32_t* prefix, int ranks, int from, int to)
   return static_cast<uint64_t>(prefix[from * ranks + to] - before);
 }
 
-// Who maps whom, told by all ranks to all. each_alone: this rank says that it maps nobody, so it is a domain of its own
-// whatever the others say. Errors: those of Communicator::show().
-Result<DomainPlan> agree_on_domains(Communicator& comm, bool each_alone);
+// All ranks tell each other which ranks they map. single_rank_domains: this rank says that it maps nobody, so it is a
+// domain of its own whatever the others say. Errors: those of Communicator::show().
+Result<DomainPlan> agree_on_domains(Communicator& comm, bool single_rank_domains);
 
 class TwoLevel {
  public:

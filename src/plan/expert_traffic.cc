@@ -53,10 +53,11 @@ Status check(const ExpertTrafficShape& shape) {
   return Status();
 }
 
-// Fills in how long a phase takes. `mapped_trips`, `network_trips`: what one after another waits for.
-void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips, double network_trips) {
+// Fills in how long a phase takes. `mapped_latencies`, `network_latencies`: how many follow one another.
+void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_latencies,
+                double network_latencies) {
   const double latency =
-      mapped_trips * machine.mapped_latency_us + network_trips * machine.network_latency_us;
+      mapped_latencies * machine.mapped_latency_us + network_latencies * machine.network_latency_us;
   const double mapped = static_cast<double>(phase.mapped_bytes) / machine.mapped_gb_s / 1e3;
   const double network = static_cast<double>(phase.network_bytes) / machine.network_gb_s / 1e3;
   const double posting = static_cast<double>(phase.num_puts) / machine.million_puts_per_s;

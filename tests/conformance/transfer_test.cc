@@ -53,8 +53,8 @@ std::vector<Backend> backends() {
                  })});
   all.push_back(
       {"verbs_fake", []() -> Result<std::shared_ptr<provider::Provider>> { return make_fake_verbs(); }});
-  all.push_back({"cuda_host_alone", []() -> Result<std::shared_ptr<provider::Provider>> {
-                   return provider::make_cuda({.host_alone = true});
+  all.push_back({"cuda_host_only", []() -> Result<std::shared_ptr<provider::Provider>> {
+                   return provider::make_cuda({.host_only = true});
                  }});
   std::vector<const char*> names = {"cuda", "fabric:tcp", "fabric:shm"};
   std::error_code error;

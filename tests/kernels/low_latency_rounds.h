@@ -444,7 +444,7 @@ class RoundTrip {
 
 inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
 
-inline void run_whole(const Case& c, Rank& rank, uint32_t seed) {
+inline void run_round_trip(const Case& c, Rank& rank, uint32_t seed) {
   RoundTrip trip(c, rank, seed);
   ASSERT_EQ(trip.dispatch(kBoth).message(), "");
   trip.check_dispatched();

@@ -120,7 +120,7 @@ def test_routes_of_low_latency_handles_may_move_but_not_change(pair: RankPool) -
     pair.run(check_low_latency)
 
 
-def check_low_latency_alone(rank: Rank) -> None:
+def check_independent_handles(rank: Rank) -> None:
     """No handle depends on what is done to another; copies of changed ones are refused as those are."""
     buffer = low_buffer(rank)
     ids, weights = LOW.topk_idx(rank.rank), LOW.topk_weights(rank.rank)
@@ -144,7 +144,7 @@ def check_low_latency_alone(rank: Rank) -> None:
 
 
 def test_what_is_done_to_a_low_latency_handle_stays_with_it(pair: RankPool) -> None:
-    pair.run(check_low_latency_alone)
+    pair.run(check_independent_handles)
 
 
 def check_rebuilt(rank: Rank) -> None:

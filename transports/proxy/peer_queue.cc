@@ -139,8 +139,9 @@ bool PeerQueue::goes_in_record(const Queued& queued) const {
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {
-  const bool is_alone = queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
-  turns_for_more_ = is_alone && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
+  const bool has_one_put =
+      queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
+  turns_for_more_ = has_one_put && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
   return turns_for_more_ > 0;
 }
 

@@ -74,8 +74,8 @@ class _Adder(Interpreter):
             value = self._values[self._slot(rank, step.dst.buffer, step.dst.index + running.chunk)]
         else:
             value = self._fifo[rank, block.send, block.channel][-1].value
-        is_whole = value == total(self._algorithm.num_ranks, value.parts[0][1])
-        self._ended.setdefault((rank, number, running.step), []).append(is_whole)
+        never_folds = value == total(self._algorithm.num_ranks, value.parts[0][1])
+        self._ended.setdefault((rank, number, running.step), []).append(never_folds)
 
 
 def _one_chunk_a_step(algorithm: Algorithm) -> Algorithm:

@@ -95,7 +95,7 @@ class DeviceContext:
     Args:
         communicator: the ranks.
         heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
-        each_alone: where ranks do not all map each other, each is a domain of its own.
+        single_rank_domains: where ranks do not all map each other, each is a domain of its own.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class DeviceContext:
         low_latency_bytes: int,
         timeout_s: float,
         may_mask: bool = False,
-        each_alone: bool = False,
+        single_rank_domains: bool = False,
     ) -> None:
         self.device = device
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(
-            communicator, heap_bytes, low_latency_bytes, timeout_s, each_alone=each_alone
+            communicator, heap_bytes, low_latency_bytes, timeout_s, single_rank_domains=single_rank_domains
         )
         # The domain of each rank: those that all map each other. () where all do. An elastic buffer's logical groups
         # are these, too, but one where each rank was asked to be alone.
         self.domains: tuple[int, ...] = tuple(self.core.domains)
         self.group_key = _group_key(communicator, self.domains)
         self._logical_groups = (
-            [0] * int(communicator.size) if each_alone or not self.domains else list(self.domains)
+            [0] * int(communicator.size) if single_rank_domains or not self.domains else list(self.domains)
         )
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
@@ -300,7 +300,7 @@ class DeviceContext:
         """The order of a call between begin() and finish(), which have seen to that."""
         return self.stream, self.current_stream, False, False
 
-    def beside(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
+    def call_after(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
         """Begin a call on the communication stream, which ends with finish() and hand_over().
 
         Returns a context in which all of it goes there: what ``as_ordered`` orders, and what is torch's own.
@@ -380,10 +380,10 @@ class DeviceContext:
         *specs: TensorSpec | None,
         together: Sequence[int] = (),
         part_bytes: int = PART_BYTES,
-        first_is_whole: bool = False,
+        first_is_all: bool = False,
     ) -> Callable[[], list[Any]]:
         """Return what makes an uninitialised tensor of each spec, None for None: tensor_maker() says how."""
-        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_whole)
+        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_all)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""

@@ -30,7 +30,7 @@ _MOST_WASTE = 1.25
 # fresh memory. And how many references a list alone makes of that Python object.
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 _one = [torch.UntypedStorage(0)]
-_ALONE = sys.getrefcount(_one[0])
+_SOLE_HOLDER = sys.getrefcount(_one[0])
 
 
 class HostMemory:
@@ -74,4 +74,4 @@ class HostMemory:
 
     def _is_spare(self, i: int) -> bool:
         assert _holders is not None
-        return _holders(self._results[i]._cdata) == 1 and sys.getrefcount(self._results[i]) == _ALONE
+        return _holders(self._results[i]._cdata) == 1 and sys.getrefcount(self._results[i]) == _SOLE_HOLDER

@@ -22,7 +22,7 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
+from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_integer
 from weft.moe.device_context import DeviceContext, address
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
@@ -182,7 +182,7 @@ class LowLatencyCalls:
         asked = dict(zip(names, flags, strict=True))
         check_flags(**asked)
         sizes = Sizes(
-            check_whole("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
+            check_integer("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
             arguments.check_num_experts(num_experts, self.group_size),
             self.rank,
             self.group_size,
@@ -424,8 +424,8 @@ class LowLatencyCalls:
         With enable_shrink all ranks that are not masked meet here, as in DeepEP: one that stays away is masked.
         """
         context = self._low_latency_context("buffer", None)
-        check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
-        check_whole("hidden", hidden, 1)
+        check_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        check_integer("hidden", hidden, 1)
         experts = arguments.check_num_experts(num_experts, self.group_size)
         if self.enable_shrink:  # a dispatch of no tokens
             least = arguments.ROW_ALIGNMENT_BYTES // torch.bfloat16.itemsize
@@ -444,7 +444,7 @@ class LowLatencyCalls:
         Raises: weft.Error unless the buffer was made with enable_shrink.
         """
         context = self._shrinking_context()
-        rank = check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        rank = check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_flags(mask=mask)
         context.low_latency.set_mask(rank, bool(mask), context.current_stream)
 

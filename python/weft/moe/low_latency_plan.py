@@ -92,7 +92,7 @@ class LowLatencyDispatchPlan(_core.LowLatencyDispatchPlan):  # type: ignore[misc
             tensor_spec(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        make = context.maker(*self._specs, together=_OF_HANDLE, first_is_whole=True)
+        make = context.maker(*self._specs, together=_OF_HANDLE, first_is_all=True)
         seen = payload.seen if payload.is_tiled else None
         super().__init__(calls, _setting(context), make, self.handle_form, seen)
 

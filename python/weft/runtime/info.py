@@ -200,7 +200,7 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
 
 def _table(title: str, key: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     heads = [Column(head, is_number=head in numbers) for head in columns]
-    return Table(title, [Column(key, is_key=True, is_whole=True), *heads])
+    return Table(title, [Column(key, is_key=True, never_folds=True), *heads])
 
 
 def _pairs(title: str, facts: dict[str, Any]) -> Table:

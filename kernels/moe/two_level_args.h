@@ -43,7 +43,7 @@ struct Domains {
 };
 
 inline constexpr uint32_t kRailPeerSlots = 4;
-inline constexpr uint32_t kPushChunks = 32;  // signals of a (source, member) pair
+inline constexpr uint32_t kPushBursts = 32;  // signals of a (source, member) pair
 
 // A word of a ring: epoch << 32 | how many. A sender's last word has kRingDone, too.
 inline constexpr uint64_t kRingDone = uint64_t{1} << 31;
@@ -58,7 +58,7 @@ struct TwoLevelOffsets {
   uint64_t sums_taken;    // u64[V][L] at a rail peer
   uint64_t domain_rings;  // [D][L][slots]: to rail peers, and from them in a combine
   uint64_t source_rings;  // [V][L][slots]: from sources, and to them in a combine
-  uint64_t pushed;        // u64[R][W][kPushChunks] at a rail peer: epoch of the combine, by source and member
+  uint64_t pushed;        // u64[R][W][kPushBursts] at a rail peer: epoch of the combine, by source and member
   uint64_t slot_bytes;
 };
 
@@ -111,7 +111,7 @@ WEFT_DEVICE constexpr TwoLevelRoutes routes_in(int32_t* at, int32_t* records, ui
 }
 
 // A token on its way to a domain: its row, and behind it 4-byte words.
-struct MessageForm {
+struct ForwardLayout {
   uint64_t scales;
   uint64_t ids;      // i32[K], of all experts
   uint64_t weights;  // f32[K]
@@ -120,17 +120,17 @@ struct MessageForm {
   uint64_t rows;     // i32[W]: its row at each member of the domain, or -1
   uint64_t stride;
 };
-WEFT_DEVICE constexpr MessageForm message_form(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k,
-                                               uint64_t widest) {
-  MessageForm form{};
-  form.scales = row_bytes;
-  form.ids = form.scales + scale_words * 4;
-  form.weights = form.ids + top_k * 4;
-  form.token = form.weights + top_k * 4;
-  form.number = form.token + 4;
-  form.rows = form.number + 4;
-  form.stride = round_up(form.rows + widest * 4, 16);
-  return form;
+WEFT_DEVICE constexpr ForwardLayout forward_layout(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k,
+                                                   uint64_t widest) {
+  ForwardLayout layout{};
+  layout.scales = row_bytes;
+  layout.ids = layout.scales + scale_words * 4;
+  layout.weights = layout.ids + top_k * 4;
+  layout.token = layout.weights + top_k * 4;
+  layout.number = layout.token + 4;
+  layout.rows = layout.number + 4;
+  layout.stride = round_up(layout.rows + widest * 4, 16);
+  return layout;
 }
 // A sum on its way back: its row, and its weights f32[K].
 WEFT_DEVICE constexpr uint64_t sum_stride(uint64_t row_bytes, uint64_t top_k) {
@@ -164,8 +164,8 @@ struct TwoLevelCombineArgs {
 
 // Rows of a (source, member) pair that share a signal.
 WEFT_DEVICE constexpr uint32_t push_rows_of(uint32_t pair_rows) {
-  const uint32_t even = (pair_rows + kPushChunks - 1) / kPushChunks;
-  return even > kMinChunkRows ? even : kMinChunkRows;
+  const uint32_t even = (pair_rows + kPushBursts - 1) / kPushBursts;
+  return even > kMinBurstRows ? even : kMinBurstRows;
 }
 
 // How far one end of a ring is, in shared memory.

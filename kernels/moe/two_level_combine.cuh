@@ -4,12 +4,12 @@
 // added on the way.
 //
 // Steps: 1. All ranks say where their staging is.
-//        2. Push warps copy rows into the staging of the rail peer of the rank that they return to, chunk by chunk, a
+//        2. Push warps copy rows into the staging of the rail peer of the rank that they return to, burst by burst, a
 //           signal each. A rail peer's own rows stay where they are.
 //        3. Batch warps add the rows of each message of this rank's sources, and send the sums; and add what came
 //           from each domain to this rank's tokens, in order.
 //
-// Waits: step 1 for every peer's address; step 3 for the chunks of its domain, for slots that sources have read, and
+// Waits: step 1 for every peer's address; step 3 for the bursts of its domain, for slots that sources have read, and
 // for the sums of other domains.
 //
 // Sums: float32 over the ranks of a domain ascending, rounded to the rows' type once; then float32 over the biases and
@@ -36,13 +36,13 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
  public:
   using Rows::Rows;
 
-  // Step 2. Tasks are (number of a chunk, source), those of this rank's successors first.
+  // Step 2. Tasks are (number of a burst, source), those of this rank's successors first.
   WEFT_DEVICE void push(const Rendezvous& rendezvous, const Share& share) const {
     const uint32_t ranks = mesh_.ranks(), self = mesh_.rank();
-    for (uint64_t task = share.index; task < uint64_t{ranks} * kPushChunks; task += share.total) {
+    for (uint64_t task = share.index; task < uint64_t{ranks} * kPushBursts; task += share.total) {
       const auto source = static_cast<uint32_t>((self + 1 + task % ranks) % ranks);
       const uint32_t rail_peer = a_.domains.rail_peer(source, own_);
-      if (rail_peer != self) push_chunk(rendezvous, source, rail_peer, static_cast<uint32_t>(task / ranks));
+      if (rail_peer != self) push_burst(rendezvous, source, rail_peer, static_cast<uint32_t>(task / ranks));
     }
   }
 
@@ -53,10 +53,10 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
   }
 
  private:
-  WEFT_DEVICE void push_chunk(const Rendezvous& rendezvous, uint32_t source, uint32_t rail_peer,
-                              uint32_t chunk) const {
+  WEFT_DEVICE void push_burst(const Rendezvous& rendezvous, uint32_t source, uint32_t rail_peer,
+                              uint32_t burst) const {
     const RowSpan span = rows_of(source, mesh_.rank());
-    const uint32_t size = push_rows_of(span.count), begin = chunk * size;
+    const uint32_t size = push_rows_of(span.count), begin = burst * size;
     if (begin >= span.count) return;
     const Span traced(a_.base.wait.trace, Work::kPushBack, warp_.rank() == 0);
     const uint32_t count = span.count - begin < size ? span.count - begin : size;
@@ -74,7 +74,7 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
       copy_bytes(warp_, window + theirs->meta_at + to * top_k() * 4, a_.base.topk_weights + from * top_k(),
                  uint64_t{count} * top_k() * 4);
     warp_.sync();
-    if (warp_.rank() == 0) put_word(mesh_, rail_peer, pushed_at(source, place, chunk), epoch_);
+    if (warp_.rank() == 0) put_word(mesh_, rail_peer, pushed_at(source, place, burst), epoch_);
   }
 
   // -- to sources

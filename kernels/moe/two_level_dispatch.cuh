@@ -48,7 +48,7 @@ class DispatchBatches {
         shape_(shape),
         epoch_(epoch),
         places_(places),
-        form_(message_form(shape.row_bytes, shape.scale_words, top_k(), a.domains.widest)),
+        layout_(forward_layout(shape.row_bytes, shape.scale_words, top_k(), a.domains.widest)),
         own_(a.domains.domain[mesh.rank()]) {}
 
   WEFT_DEVICE void take_turn(uint32_t batch, RingState* states, Turn& turn) {
@@ -61,7 +61,7 @@ class DispatchBatches {
  private:
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape_.top_k); }
   WEFT_DEVICE uint32_t slot_messages() const {
-    return static_cast<uint32_t>(a_.at.slot_bytes / form_.stride);
+    return static_cast<uint32_t>(a_.at.slot_bytes / layout_.stride);
   }
   WEFT_DEVICE bool are_there(uint32_t source, uint32_t domain) const {
     return a_.routes.pairs[source * a_.domains.count + domain] != 0;
@@ -92,12 +92,12 @@ class DispatchBatches {
       const int32_t number = number_of(range.first + state.at, domain);
       if (number < 0) continue;
       if (built == slot_messages()) break;
-      build(range.first + state.at, static_cast<uint32_t>(number), domain, slot + built * form_.stride);
+      build(range.first + state.at, static_cast<uint32_t>(number), domain, slot + built * layout_.stride);
       ++built;
     }
     state.moved += built;
     state.is_done = range.first + state.at == range.end;
-    send_slot(warp_, mesh_, a_.at, ring, state, epoch_, built * form_.stride);
+    send_slot(warp_, mesh_, a_.at, ring, state, epoch_, built * layout_.stride);
     keep(warp_, stored, state);
     turn.moved();
   }
@@ -107,23 +107,23 @@ class DispatchBatches {
     copy_bytes(warp_, at, base.x + token * shape_.row_bytes, shape_.row_bytes);
     auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(at + offset); };
     for (uint32_t i = warp_.rank(); i < shape_.scale_words; i += warp_.size())
-      words(form_.scales)[i] =
+      words(layout_.scales)[i] =
           base.scales[static_cast<int64_t>(token) * base.scale_token_stride + i * base.scale_word_stride];
     for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) {
       const int64_t expert = expert_at(base.topk_idx, base.id_bytes, token * top_k() + k);
       const bool is_one = expert >= 0 && expert < base.experts;
-      words(form_.ids)[k] = is_one ? static_cast<uint32_t>(expert) : ~0u;
-      words(form_.weights)[k] = bits_of_float(base.topk_weights[token * top_k() + k]);
+      words(layout_.ids)[k] = is_one ? static_cast<uint32_t>(expert) : ~0u;
+      words(layout_.weights)[k] = bits_of_float(base.topk_weights[token * top_k() + k]);
     }
     const uint32_t ranks = mesh_.ranks();
     for (uint32_t i = warp_.rank(); i < a_.domains.widest; i += warp_.size()) {
       const uint32_t member = i < a_.domains.size(domain) ? a_.domains.member(domain, i) : 0;
       const int32_t row = i < a_.domains.size(domain) ? base.send_row[token * ranks + member] : -1;
-      words(form_.rows)[i] = static_cast<uint32_t>(row);
+      words(layout_.rows)[i] = static_cast<uint32_t>(row);
     }
     if (warp_.rank() != 0) return;
-    *words(form_.token) = static_cast<uint32_t>(token);
-    *words(form_.number) = number;
+    *words(layout_.token) = static_cast<uint32_t>(token);
+    *words(layout_.number) = number;
   }
 
   // -- from sources
@@ -147,7 +147,7 @@ class DispatchBatches {
     const std::byte* slot = own_slot(mesh_, a_.at, ring, state.slots);
     const uint32_t left = come - state.moved;
     const uint32_t count = left < slot_messages() ? left : slot_messages();
-    for (uint32_t m = 0; m < count; ++m) forward_message(ring.peer, slot + m * form_.stride);
+    for (uint32_t m = 0; m < count; ++m) forward_message(ring.peer, slot + m * layout_.stride);
     if (count != 0 && state.moved == 0 && warp_.rank() == 0)
       a_.routes.batch_first[ring.peer * a_.domains.batches + batch] = static_cast<int32_t>(number_in(slot));
     state.moved += count;
@@ -162,7 +162,7 @@ class DispatchBatches {
   WEFT_DEVICE uint32_t word_in(const std::byte* message, uint64_t offset) const {
     return load_relaxed(reinterpret_cast<const uint32_t*>(message + offset));
   }
-  WEFT_DEVICE uint32_t number_in(const std::byte* message) const { return word_in(message, form_.number); }
+  WEFT_DEVICE uint32_t number_in(const std::byte* message) const { return word_in(message, layout_.number); }
 
   WEFT_DEVICE void forward_message(uint32_t source, const std::byte* message) {
     const uint32_t members = a_.domains.size(own_);
@@ -172,10 +172,10 @@ class DispatchBatches {
         number < a_.routes.most_messages;  // else a member has too few num_worst_tokens, and says so
     int32_t* record = a_.routes.records + number * record_words(a_.domains.widest, is_ordered());
     for (uint32_t i = warp_.rank(); has_room && i < a_.domains.widest; i += warp_.size())
-      record[i] = static_cast<int32_t>(word_in(message, form_.rows + i * 4));
+      record[i] = static_cast<int32_t>(word_in(message, layout_.rows + i * 4));
     if (has_room && is_ordered() && top_k() != 0) order_members(message, record + a_.domains.widest);
     for (uint32_t i = 0; i < members; ++i) {
-      const auto at = static_cast<int32_t>(word_in(message, form_.rows + i * 4));
+      const auto at = static_cast<int32_t>(word_in(message, layout_.rows + i * 4));
       if (at < 0) continue;
       const uint32_t member = a_.domains.member(own_, i);
       const uint64_t row =
@@ -188,7 +188,7 @@ class DispatchBatches {
   // without ids repeats one that had them, and what that wrote stays.
   WEFT_DEVICE bool is_ordered() const { return a_.routes.own_order != nullptr; }
   WEFT_DEVICE int64_t owner_in(const std::byte* message, uint32_t k) const {
-    const auto expert = static_cast<int32_t>(word_in(message, form_.ids + k * 4));
+    const auto expert = static_cast<int32_t>(word_in(message, layout_.ids + k * 4));
     return expert < 0 ? -1 : static_cast<int64_t>(expert) / a_.base.experts_per_rank;
   }
   // Whether slot k is the right-most one of a member of this domain.
@@ -212,23 +212,23 @@ class DispatchBatches {
 
   WEFT_DEVICE void place(const PeerPlace& to, uint32_t member, uint64_t row, const std::byte* message) {
     copy_row_arrived(warp_, to.rows + row * shape_.row_bytes, message, shape_.row_bytes);
-    copy_arrived(warp_, to.scales + row * shape_.scale_words * 4, message + form_.scales,
+    copy_arrived(warp_, to.scales + row * shape_.scale_words * 4, message + layout_.scales,
                  shape_.scale_words * 4);
     const int64_t first_expert = int64_t{member} * a_.base.experts_per_rank;
     for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) {
       const int64_t expert =
-          int64_t{static_cast<int32_t>(word_in(message, form_.ids + k * 4))} - first_expert;
+          int64_t{static_cast<int32_t>(word_in(message, layout_.ids + k * 4))} - first_expert;
       const bool is_local = expert >= 0 && expert < a_.base.experts_per_rank;
       const uint64_t at = row * top_k() + k;
       if (a_.base.id_bytes == 8)
         reinterpret_cast<int64_t*>(to.ids)[at] = is_local ? expert : -1;
       else
         reinterpret_cast<int32_t*>(to.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
-      const float weight = float_of_bits(word_in(message, form_.weights + k * 4));
+      const float weight = float_of_bits(word_in(message, layout_.weights + k * 4));
       reinterpret_cast<float*>(to.weights)[at] = is_local || a_.base.keep_weights ? weight : 0.0f;
     }
     if (warp_.rank() != 0) return;
-    reinterpret_cast<int32_t*>(to.token)[row] = static_cast<int32_t>(word_in(message, form_.token));
+    reinterpret_cast<int32_t*>(to.token)[row] = static_cast<int32_t>(word_in(message, layout_.token));
     reinterpret_cast<int32_t*>(to.slot)[row] = static_cast<int32_t>(number_in(message));
   }
 
@@ -238,7 +238,7 @@ class DispatchBatches {
   const Shape& shape_;
   const uint64_t epoch_;
   const PeerPlace* const places_;
-  const MessageForm form_;
+  const ForwardLayout layout_;
   const uint32_t own_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // two_level_sum.cuh: the sum, at the rail peer, of the rows of one token in one domain. Rows of other members lie in
-// the rail peer's staging, its own in x. A chunk of rows of a (source, member) pair has a signal.
+// the rail peer's staging, its own in x. A burst of rows of a (source, member) pair has a signal.
 #pragma once
 
 #include "kernels/core/numbers.cuh"
@@ -36,8 +36,8 @@ class DomainRows {
   WEFT_DEVICE uint32_t messages(uint32_t source, uint32_t domain) const {
     return static_cast<uint32_t>(a_.routes.pairs[source * a_.domains.count + domain]);
   }
-  WEFT_DEVICE uint64_t pushed_at(uint32_t source, uint32_t place, uint32_t chunk) const {
-    return a_.at.pushed + ((uint64_t{source} * a_.domains.widest + place) * kPushChunks + chunk) * 8;
+  WEFT_DEVICE uint64_t pushed_at(uint32_t source, uint32_t place, uint32_t burst) const {
+    return a_.at.pushed + ((uint64_t{source} * a_.domains.widest + place) * kPushBursts + burst) * 8;
   }
 
   // The rows of message `number` of a source of this rank.
@@ -63,10 +63,10 @@ class DomainRows {
       const uint32_t member = a_.domains.member(own_, i);
       const int32_t number = row_number(record, token, i);
       if (number < 0 || member == mesh_.rank()) continue;
-      const uint32_t chunk = static_cast<uint32_t>(number) / push_rows_of(rows_of(source, member).count);
+      const uint32_t burst = static_cast<uint32_t>(number) / push_rows_of(rows_of(source, member).count);
       uint64_t seen = 0;
       if (warp_.rank() == 0)
-        seen = load_acquire(reinterpret_cast<const uint64_t*>(mesh_.local() + pushed_at(source, i, chunk)));
+        seen = load_acquire(reinterpret_cast<const uint64_t*>(mesh_.local() + pushed_at(source, i, burst)));
       seen = warp_.broadcast(seen);
       if (seen >= epoch_) continue;
       turn.waits_for({Site::kCombineRecv, member, epoch_, seen});

@@ -256,10 +256,10 @@ class CollectiveRunner {
 };
 
 struct CollectiveRunner::PlannedRun {
-  RunCall form;
+  RunCall call;
   const Program* program;
   ProgramArgs args;                      // without buffers and wait
-  std::vector<ChunkSpan> input, output;  // chunks of the form's tables
+  std::vector<ChunkSpan> input, output;  // chunks of the call's tables
   uint64_t scratch_elems;
   CallRecord record;
   ProgramShape shape;

@@ -151,25 +151,25 @@ std::string CollectiveRunner::name_of(const PlannedRun& planned) {
 
 Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
   if (const Status why = fault(); !why.ok()) return refused(name_of(planned), why);
-  const RunCall& form = planned.form;
-  if (!links_.empty() && form.protocol != Protocol::kSimple)
+  const RunCall& call = planned.call;
+  if (!links_.empty() && call.protocol != Protocol::kSimple)
     return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
   last_program_ = planned.program->name.c_str();
   ProgramArgs args = planned.args;
   args.wait = wait_rule();  // whose bound may differ from call to call
   args.delays = links_.empty() ? nullptr : &delays_;
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
-  args.buffers[0] = {input, form.part_elems, form.per_part, 0, nullptr, 0};
-  args.buffers[1] = {output, form.part_elems, form.per_part, 0, nullptr, 0};
+  args.buffers[0] = {input, call.part_elems, call.per_part, 0, nullptr, 0};
+  args.buffers[1] = {output, call.part_elems, call.per_part, 0, nullptr, 0};
   if (planned.scratch_elems) {
-    WEFT_TRY_ASSIGN(std::byte * memory, scratch(planned.scratch_elems * element_bytes(form.element)));
+    WEFT_TRY_ASSIGN(std::byte * memory, scratch(planned.scratch_elems * element_bytes(call.element)));
     // One part of all chunks: every scratch chunk has its full size.
     args.buffers[2] = {memory, planned.scratch_elems, planned.program->scratch_chunks, 0, nullptr, 0};
   }
-  const bool is_stored_to = planned.program->stores && form.input_table.empty();
+  const bool is_stored_to = planned.program->stores && call.input_table.empty();
   for (BufferLayout& layout : args.buffers) place(layout, is_stored_to);
   if (comm_->device().is_host()) ask_huge_pages(planned, input, output);
-  if (!form.input_table.empty()) {
+  if (!call.input_table.empty()) {
     WEFT_TRY_ASSIGN(args.buffers[0].table, table(planned.input, input_table_, stream));
     WEFT_TRY_ASSIGN(args.buffers[1].table, table(planned.output, output_table_, stream));
   }
@@ -177,7 +177,7 @@ Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std:
   const std::vector<uint32_t> registrations =
       args.uses_registrations ? register_buffers(planned, args) : std::vector<uint32_t>();
   const Status status = launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream,
-                               planned.program->is_of_pairs && form.input_table.empty());
+                               planned.program->is_of_pairs && call.input_table.empty());
   if (!registrations.empty()) comm_->port_link()->reclaim(registrations, status.ok() && !is_stopped());
   return status;
 }
@@ -193,8 +193,8 @@ bool CollectiveRunner::takes_temporary(uint64_t message_bytes) const {
 // Registers what the run reads and writes. Other buffers go through outbox and slots.
 std::vector<uint32_t> CollectiveRunner::register_buffers(const PlannedRun& planned, ProgramArgs& args) const {
   const Program& program = *planned.program;
-  const uint64_t elem_bytes = element_bytes(planned.form.element);
-  const uint64_t part_bytes = planned.form.part_elems * elem_bytes, per_part = planned.form.per_part;
+  const uint64_t elem_bytes = element_bytes(planned.call.element);
+  const uint64_t part_bytes = planned.call.part_elems * elem_bytes, per_part = planned.call.per_part;
   const auto parts = [&](uint64_t chunks) { return (chunks + per_part - 1) / per_part * part_bytes; };
   const uint64_t bytes[3] = {parts(program.used_chunks[0]), parts(program.used_chunks[1]),
                              planned.scratch_elems * elem_bytes};
@@ -233,13 +233,13 @@ Status CollectiveRunner::announce(const PlannedRun& planned) {
     call_log_->post(planned.record);
     WEFT_TRY(compare_calls());
   }
-  return is_of_pairs || !planned.form.input_table.empty() ? announce_messages(planned) : Status();
+  return is_of_pairs || !planned.call.input_table.empty() ? announce_messages(planned) : Status();
 }
 
 // The same for messages between this rank and single others.
 Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
   const Program& program = *planned.program;
-  const RunCall& call = planned.form;
+  const RunCall& call = planned.call;
   const auto ranks = static_cast<size_t>(comm_->size());
   const int self = comm_->rank();
   auto each = [&](const std::vector<int>& peers, const std::vector<ChunkSpan>& table, const char* name,
@@ -272,7 +272,7 @@ Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
 }
 
 void CollectiveRunner::ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output) {
-  const RunCall& call = planned.form;
+  const RunCall& call = planned.call;
   const uint64_t* used_chunks = planned.program->used_chunks;
   if (!call.input_table.empty()) return;
   const uint64_t part_bytes = call.part_elems * element_bytes(call.element);

@@ -40,7 +40,7 @@ struct MoeOptions {
   uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
   bool single_rank_domains =
-      false;  // where ranks do not all map each other, sum no rows of a node before they return
+      false;  // no rank is in a domain with another: no rows are summed before they return
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the

@@ -2,7 +2,7 @@
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
 //   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, terms);
-//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(form));          // once for calls of this form
+//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(facts));          // once for calls of one signature
 //   const uint32_t ticket = mode.next_ticket();
 //   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));       // then x may be reused
 //   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseReceive, stream));    // then outputs are there
@@ -44,10 +44,10 @@ struct LowLatencyWaits {
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
 
-// A call is a form, which many calls share and which is planned once, and the memory of this one call, which is a part of
+// A call has facts, which many calls share and which are planned once, and memory of its own, which is a part of
 // the kernel's arguments (kernels/moe/low_latency_args.h).
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
-struct LowLatencyDispatchForm {
+struct LowLatencyDispatchFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -68,7 +68,7 @@ struct LowLatencyDispatchForm {
   uint32_t grid_sms = 0;  // that each phase takes at most, so that other kernels find some; 0: all
 };
 
-struct LowLatencyCombineForm {
+struct LowLatencyCombineFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -94,10 +94,10 @@ struct LowLatencyCombineForm {
       0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
 };
 
-// What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and
+// What calls of one plan have in common. Its kernels are compiled; a launch fills in memory, ticket and
 // phases.
 struct PlannedDispatch {
-  LowLatencyDispatchForm form;
+  LowLatencyDispatchFacts facts;
   LowLatencyDispatchShape shape;
   LowLatencyDispatchArgs args;
   Launch how;
@@ -105,7 +105,7 @@ struct PlannedDispatch {
 };
 
 struct PlannedCombine {
-  LowLatencyCombineForm form;
+  LowLatencyCombineFacts facts;
   LowLatencyCombineShape shape;
   LowLatencyCombineArgs args;
   struct Grid {
@@ -113,7 +113,7 @@ struct PlannedCombine {
     Divisor receive_splits;
     Divisor piece_splits;
   };
-  Grid sends;  // also where both phases run at once: no more SMs than the form allows
+  Grid sends;  // also where both phases run at once: no more SMs than the facts allow
   Grid receives;
   const Kernel* kernel;
 };
@@ -160,8 +160,8 @@ class LowLatency {
 
   Status check_owner() const { return comm_->check_owner("buffer"); }
   // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
-  Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
-  Result<PlannedCombine> plan(const LowLatencyCombineForm& form) const;
+  Result<PlannedDispatch> plan(const LowLatencyDispatchFacts& facts) const;
+  Result<PlannedCombine> plan(const LowLatencyCombineFacts& facts) const;
   // `phases`: kPhaseSend, then kPhaseReceive with the same memory and ticket; or both at once.
   Status launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
                 uint32_t phases, void* stream);
@@ -215,8 +215,8 @@ class LowLatency {
   }
 
   // Whether a token of such calls crosses the network once for each node (low_latency_ports.h), and a sum of its replies.
-  bool sends_once_per_node(const LowLatencyDispatchForm& form) const;
-  bool replies_once_per_node(const LowLatencyCombineForm& form) const;
+  bool sends_once_per_node(const LowLatencyDispatchFacts& facts) const;
+  bool replies_once_per_node(const LowLatencyCombineFacts& facts) const;
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
     return low_latency_routes_words(sizes(max_tokens, top_k, experts), has_weights);

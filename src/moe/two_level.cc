@@ -57,7 +57,7 @@ uint64_t TwoLevel::route_words(uint64_t tokens, bool is_ordered) const {
 }
 
 Status TwoLevel::fits(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k) const {
-  const uint64_t beside = message_form(0, scale_words, top_k, domains_.widest).stride;
+  const uint64_t beside = forward_layout(0, scale_words, top_k, domains_.widest).stride;
   const uint64_t room = control_.offsets.slot_bytes;
   if (row_bytes + beside <= room) return {};
   return Status::invalid(

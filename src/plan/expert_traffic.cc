@@ -138,9 +138,9 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   traffic.inbox_bytes = rings.end - control.end;
 
   const double crossing = shape.tokens * to.node;  // tokens for one other node
-  const MessageForm form =
-      message_form(shape.row_bytes, shape.scale_bytes / 4, shape.top_k, shape.ranks_per_node);
-  const uint64_t strides[] = {form.stride, sum_stride(shape.result_bytes, shape.top_k)};
+  const ForwardLayout layout =
+      forward_layout(shape.row_bytes, shape.scale_bytes / 4, shape.top_k, shape.ranks_per_node);
+  const uint64_t strides[] = {layout.stride, sum_stride(shape.result_bytes, shape.top_k)};
   TrafficPhase* const phases[] = {&traffic.dispatch, &traffic.combine};
   for (int i = 0; i < 2; ++i) {
     const uint64_t per_slot = rings.offsets.slot_bytes / strides[i];

@@ -73,7 +73,7 @@ HighThroughputControl plan_control(uint32_t ranks, uint32_t domains) {
   at.arrived_signal = carver.take(ranks * 8);
   at.combine_signal = carver.take(ranks * 8);
   at.combine_record = carver.take(2 * ranks * sizeof(RendezvousRecord));
-  at.chunk_signal = carver.take(uint64_t{ranks} * kMaxChunks * 8);
+  at.burst_signal = carver.take(uint64_t{ranks} * kMaxBursts * 8);
   control.notify_state = carver.take(sizeof(GridState));
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));

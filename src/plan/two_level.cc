@@ -92,7 +92,7 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
   at.rows_taken = carver.take(to_domains * 8);
   at.sums_sent = carver.take(to_domains * 8);
   at.sums_taken = carver.take(to_sources * 8);
-  at.pushed = carver.take(ranks * domains.widest * kPushChunks * 8);
+  at.pushed = carver.take(ranks * domains.widest * kPushBursts * 8);
   at.domain_rings = carver.take(to_domains * kRailPeerSlots * at.slot_bytes, 4096);
   at.source_rings = carver.take(to_sources * kRailPeerSlots * at.slot_bytes, 4096);
   control.end = carver.end();

@@ -329,8 +329,8 @@ class Core {
   bool is_flushing_ = false;
   std::deque<Arrived> arrived_;
   std::deque<std::shared_ptr<Transfer>> receives_;
-  std::unordered_map<uint64_t, std::shared_ptr<Transfer>> by_ticket_;  // offers and staged writes
-  uint64_t next_ticket_ = 1;
+  std::unordered_map<uint64_t, std::shared_ptr<Transfer>> by_request_;  // offers and staged writes
+  uint64_t next_request_id_ = 1;
 
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   std::vector<Peer*> slots_;

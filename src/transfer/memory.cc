@@ -120,7 +120,7 @@ Status Core::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
 Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline until) {
   WEFT_TRY_ASSIGN(const Descriptor descriptor, parse_descriptor(bytes));
   auto pending = std::make_shared<PendingAttach>();
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   {
     HoldToken hold(token);
     if (is_closed()) return closed_status();
@@ -134,17 +134,17 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
       if (auto remote = known->second.lock();
           remote && !remote->is_revoked() && same_secret(remote->secret_, descriptor.secret))
         return remote;
-    ticket = next_ticket_++;
+    request_id = next_request_id_++;
     pending->region = descriptor.region;
     pending->secret = descriptor.secret;
-    attaches_[ticket] = pending;
+    attaches_[request_id] = pending;
     send_message(*pending->peer, MessageType::kAttach,
-                 to_body(Attach{ticket, descriptor.region, descriptor.secret}));
+                 to_body(Attach{request_id, descriptor.region, descriptor.secret}));
   }
   const bool came =
       wait(until, [&] { return pending->is_answered.load(std::memory_order_acquire) || is_closed(); });
   HoldToken hold(token);
-  attaches_.erase(ticket);
+  attaches_.erase(request_id);
   if (is_closed()) return closed_status();
   if (!came)
     return Status::make(Code::kPeerLost, "transfer.attach: no answer of peer '{}' in time",
@@ -155,7 +155,7 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
 
 void Core::on_attach(Peer& peer, const Attach& attach) {
   Attached answer;
-  answer.ticket = attach.ticket;
+  answer.request_id = attach.request_id;
   const auto found = regions_.find(attach.region);
   if (found == regions_.end() || !found->second.memory->is_registered()) {
     answer.refusal = "its owner has taken it back";
@@ -175,7 +175,7 @@ void Core::on_attach(Peer& peer, const Attach& attach) {
 }
 
 void Core::on_attached(const Attached& attached) {
-  const auto found = attaches_.find(attached.ticket);
+  const auto found = attaches_.find(attached.request_id);
   if (found == attaches_.end()) return;
   PendingAttach& pending = *found->second;
   Peer& peer = *pending.peer;

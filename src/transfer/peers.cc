@@ -313,7 +313,7 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     if (!transfer->is_finished())
       fail(*transfer, Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}",
                                    to_string(transfer->kind_), peer.name(), why.message(), progress));
-  for (auto& [ticket, pending] : attaches_) {
+  for (auto& [request_id, pending] : attaches_) {
     if (pending->peer.get() != &peer) continue;
     pending->status =
         Status::make(Code::kPeerLost, "transfer.attach: peer '{}' is lost: {}", peer.name(), why.message());

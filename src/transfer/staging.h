@@ -58,7 +58,7 @@ struct Peer::StageIn {
   uint32_t slots = 0, slot_bytes = 0;
   std::vector<provider::Registration> rails;
   std::vector<uint64_t> last_turn;          // per slot: an immediate that arrives twice is told by it
-  std::map<uint64_t, uint32_t> packs_seen;  // by ticket
+  std::map<uint64_t, uint32_t> packs_seen;  // by request id
   struct Placing {
     uint32_t slot;
     PackHead head;

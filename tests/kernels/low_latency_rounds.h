@@ -438,8 +438,8 @@ class RoundTrip {
   Rank& rank_;
   std::vector<Input> all_;
   Output out_;
-  Call<LowLatencyDispatchForm, LowLatencyDispatchMemory> dispatch_{};
-  Call<LowLatencyCombineForm, LowLatencyCombineMemory> combine_{};
+  Call<LowLatencyDispatchFacts, LowLatencyDispatchMemory> dispatch_{};
+  Call<LowLatencyCombineFacts, LowLatencyCombineMemory> combine_{};
 };
 
 inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;

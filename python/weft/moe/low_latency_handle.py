@@ -45,8 +45,8 @@ def _tensor_over(words: array[int]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class LowLatencyForm:
-    """What a dispatch and its combine agree on. low_latency_form() makes them: equal ones are one object."""
+class LowLatencyAgreement:
+    """What a dispatch and its combine agree on. low_latency_agreement() makes them: equal ones are one object."""
 
     group_key: int
     num_tokens: int
@@ -82,7 +82,7 @@ class LowLatencyForm:
             return part_of(facts, 5, ()), part_of(facts, 6, ()), part_of(facts, 7, ()), facts
 
 
-low_latency_form = functools.lru_cache(maxsize=256)(LowLatencyForm)
+low_latency_agreement = functools.lru_cache(maxsize=256)(LowLatencyAgreement)
 
 
 def routes_lengths(
@@ -114,7 +114,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     first row (high 32 bits) of the rows from each source. M, hidden, E: i64 of no dimension. These three, facts i64[8]
     and status i64[2] are on the CPU.
 
-    state is what the core reads of it: form, routes and status. The first word of the status is 1 once the dispatch has
+    state is what the core reads: agreement, routes and status. The first word of the status is 1 once the dispatch has
     received, else routes hold nothing yet: the hook is still to be run. The second is a number that no other handle of
     this process has. Handles of the same tensors share them.
 
@@ -151,9 +151,9 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
             return None
         _, group_key, num_tokens, top_k, had_weights, max_tokens, hidden, num_experts = facts
         rows_shape = (int(src_info.size(0)), int(src_info.size(1)), hidden)
-        form = low_latency_form(
+        agreement = low_latency_agreement(
             group_key, num_tokens, top_k, bool(had_weights), max_tokens, hidden, num_experts, rows_shape
         )
-        state = _core.LowLatencyHandleState(form, routes, status)
+        state = _core.LowLatencyHandleState(agreement, routes, status)
         state.combine_rows = combine_rows_of(state)
         return state

@@ -74,7 +74,7 @@ class P2PHandle:
         self.routes: Tensor | None = None
         self.rows_shape: tuple[int, ...] = ()
         self.given: Any = None  # of a drop-in: its indices and weights
-        self.combine_form: tuple[Any, ...] = ()  # of the send whose receive is to come
+        self.combine_options: tuple[Any, ...] = ()  # of the send whose receive is to come
         self.reads: tuple[SavedInput | None, ...] = ()  # what the receive reads, too
 
 
@@ -292,15 +292,15 @@ class P2PAllToAll:
         travel = topk_weights is not None and not self.exact
         self._turns.check_send(context)
         key = (handle.num_tokens, id_bytes, int(expert_y.size(-1)), expert_y.dtype)
-        form = (*key, self.exact, travel, handle.id_bytes)
-        calls = self._combines[context].calls(*form)
+        options = (*key, self.exact, travel, handle.id_bytes)
+        calls = self._combines[context].calls(*options)
         own = None if weights is None else weights.tensor()
         tensors = (expert_y, ids.tensor(), own, handle.routes, None, None, None, handle.ids.tensor())
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._turns.note_sent(context, sent, "combine_recv")
         handle.phase, handle.sent, handle.saved = "combine_send", sent, (*tensors, expert_y)
         handle.is_pending, handle.reads = True, (handle.ids, ids, weights)
-        handle.combine_form = form
+        handle.combine_options = options
 
     def combine_recv(
         self, handle: P2PHandle, out_tokens: Tensor | None = None, accumulate: bool = False
@@ -318,7 +318,7 @@ class P2PAllToAll:
         if accumulate and out_tokens is None:
             raise invalid("accumulate", "True without out_tokens", "True with the tensor to add to")
         context = handle.context
-        shape = (handle.num_tokens, handle.combine_form[2])
+        shape = (handle.num_tokens, handle.combine_options[2])
         if out_tokens is None:
             with self._order.making():
                 out = context.empty(*shape, dtype=self.sizes.out_dtype)
@@ -327,7 +327,7 @@ class P2PAllToAll:
                 "out_tokens", out_tokens, shape, (self.sizes.out_dtype,), self.device
             )
             arguments.check_alignment("out_tokens", out)
-        calls = self._combines[context].calls(*handle.combine_form, bool(accumulate))
+        calls = self._combines[context].calls(*handle.combine_options, bool(accumulate))
         for read in handle.reads:
             if read is not None:
                 read.tensor()  # as the send got it

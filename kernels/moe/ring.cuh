@@ -53,7 +53,7 @@ WEFT_DEVICE void move_message(const RingArgs& a, Block block, Warp warp, const S
                               const std::byte* src) {
   const Pieces pieces{a.bytes, kRingPieceBytes};
   const Share share = share_of(block, warp, {0, block.warps()});
-  if (shape.whole_vecs == 0) {
+  if (shape.vec_aligned == 0) {
     for (uint64_t item = share.index; item < pieces.per_row(); item += share.total)
       copy_any(warp, dst + pieces.offset(item), src + pieces.offset(item), pieces.bytes(item));
     return;

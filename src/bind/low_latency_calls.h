@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls of a low-latency form that was planned once: what weft._core.LowLatencyDispatchCalls and LowLatencyDispatchPlan
+// Planned low-latency calls: what weft._core.LowLatencyDispatchCalls and LowLatencyDispatchPlan
 // (low_latency_plans.cc) have in common. The GIL is not held while they run.
 #pragma once
 
@@ -33,11 +33,11 @@ using SentDispatch = SentCall<PlannedDispatch, LowLatencyDispatchMemory>;
 using SentCombine = SentCall<PlannedCombine, LowLatencyCombineMemory>;
 
 template <class Planned, class Memory>
-class FormCalls {
+class PlannedCalls {
  public:
   using Sent = SentCall<Planned, Memory>;
 
-  FormCalls(LowLatency& mode, Planned plan)
+  PlannedCalls(LowLatency& mode, Planned plan)
       : mode_(&mode), plan_(std::make_shared<const Planned>(std::move(plan))) {}
 
   LowLatency& mode() const { return *mode_; }
@@ -63,7 +63,7 @@ class FormCalls {
     return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
   }
   // The same, outside of graphs, but the send is launched together with the receive. Until one such call has run, every
-  // call of the form should use this.
+  // call of the plan should use this.
   Sent send_later(const Memory& memory, void* stream) const {
     check(check_ids(memory));
     const uint32_t ticket = mode_->next_ticket();
@@ -73,7 +73,7 @@ class FormCalls {
     });
     return {plan_, memory, ticket, number, stream, true};
   }
-  bool was_late() const { return was_late_; }  // a late send of the form was received
+  bool was_late() const { return was_late_; }  // a late send of the plan was received
 
   void receive(const Sent& sent) const {
     nanobind::gil_scoped_release released;
@@ -81,7 +81,7 @@ class FormCalls {
     receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
     was_late_ = was_late_ || sent.is_late;
   }
-  // A call that another form sent, perhaps: outputs may differ.
+  // A call that another plan sent, perhaps: outputs may differ.
   void receive_into(const Memory& memory, uint32_t ticket, void* stream) const {
     nanobind::gil_scoped_release released;
     receive(*plan_, memory, ticket, stream);
@@ -103,11 +103,11 @@ class FormCalls {
     check(mode_->end_phase(stream, is_captured));
   }
   Status check_ids(const Memory& memory) const {
-    const auto& form = plan_->form;
+    const auto& facts = plan_->facts;
     const EmptyIds empty =
         std::is_same_v<Planned, PlannedCombine> ? EmptyIds::kBelowZero : EmptyIds::kMinusOne;
-    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts,
-                            empty);
+    return mode_->check_ids(memory.topk_idx, facts.id_bytes, uint64_t{facts.tokens} * facts.top_k,
+                            facts.experts, empty);
   }
 
   LowLatency* mode_;
@@ -115,8 +115,8 @@ class FormCalls {
   mutable bool was_late_ = false;
 };
 
-using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
-using CombineCalls = FormCalls<PlannedCombine, LowLatencyCombineMemory>;
+using DispatchCalls = PlannedCalls<PlannedDispatch, LowLatencyDispatchMemory>;
+using CombineCalls = PlannedCalls<PlannedCombine, LowLatencyCombineMemory>;
 
 inline LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x_scales,
                                                 TensorAddress topk_idx, TensorAddress topk_weights,

@@ -31,7 +31,7 @@
 
 #include "base/stream_order.h"
 #include "base/tally.h"
-#include "collective/call_board.h"
+#include "collective/call_log.h"
 #include "collective/shared_addresses.h"
 #include "comm/window.h"
 #include "jit/jit.h"
@@ -196,8 +196,8 @@ class CollectiveRunner {
   Communicator::WindowPlace find_place(const std::byte* memory) const;
   void place(BufferLayout& layout, bool is_stored_to) const;
   void ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output);
-  bool lends(uint64_t message_bytes) const;
-  std::vector<uint32_t> lend(const PlannedRun& planned, ProgramArgs& args) const;
+  bool takes_temporary(uint64_t message_bytes) const;
+  std::vector<uint32_t> register_buffers(const PlannedRun& planned, ProgramArgs& args) const;
   static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status announce(const PlannedRun& planned);
@@ -224,7 +224,7 @@ class CollectiveRunner {
   CallTally tally_;
   TallyOperation* exchanges_[kExchanges];
   std::unique_ptr<HostVisible> visible_;
-  std::unique_ptr<CallBoard> board_;
+  std::unique_ptr<CallLog> call_log_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
@@ -256,10 +256,10 @@ class CollectiveRunner {
 };
 
 struct CollectiveRunner::PlannedRun {
-  RunCall form;
+  RunCall call;
   const Program* program;
   ProgramArgs args;                      // without buffers and wait
-  std::vector<ChunkSpan> input, output;  // chunks of the form's tables
+  std::vector<ChunkSpan> input, output;  // chunks of the call's tables
   uint64_t scratch_elems;
   CallRecord record;
   ProgramShape shape;

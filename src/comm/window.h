@@ -66,12 +66,13 @@ class Window {
   Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes);
   Status add_host_part(uint64_t at_least_bytes, std::string_view operation);
   Status change_size(uint64_t at_least_bytes, std::string_view operation);
-  Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment);
-  Status exchange(const Status& added, const SegmentOffer& offer, Parcel segment, std::string_view operation);
+  Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, FdMessage& segment);
+  Status exchange(const Status& added, const SegmentOffer& offer, FdMessage segment,
+                  std::string_view operation);
   Status make_ranges(uint64_t bytes);
   Result<std::shared_ptr<MappedRange>> new_range(uint64_t bytes) const;
-  Status import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels);
-  Status import_from(int rank, const SegmentOffer& offer, const Parcel& handle);
+  Status import_all(const std::vector<SegmentOffer>& offers, const std::vector<FdMessage>& messages);
+  Status import_from(int rank, const SegmentOffer& offer, const FdMessage& handle);
   Status agree(const Status& mine, std::string_view operation);
   Status publish_table();
   Status exchange_ports(const Status& mapped, uint64_t asked_bytes, uint64_t bytes,

@@ -2,7 +2,7 @@
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
 //   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, terms);
-//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(form));          // once for calls of this form
+//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(facts));          // once for calls of one signature
 //   const uint32_t ticket = mode.next_ticket();
 //   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));       // then x may be reused
 //   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseReceive, stream));    // then outputs are there
@@ -44,10 +44,10 @@ struct LowLatencyWaits {
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
 
-// A call is a form, which many calls share and which is planned once, and the memory of this one call, which is a part of
+// A call has facts, which many calls share and which are planned once, and memory of its own, which is a part of
 // the kernel's arguments (kernels/moe/low_latency_args.h).
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
-struct LowLatencyDispatchForm {
+struct LowLatencyDispatchFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -68,7 +68,7 @@ struct LowLatencyDispatchForm {
   uint32_t grid_sms = 0;  // that each phase takes at most, so that other kernels find some; 0: all
 };
 
-struct LowLatencyCombineForm {
+struct LowLatencyCombineFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -78,7 +78,7 @@ struct LowLatencyCombineForm {
   uint32_t row_bytes = 0;  // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights =
       false;  // else those that went with the dispatch count, and its ids, with a reduced reply
-  bool kept_weights =
+  bool saved_weights =
       false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
   bool dispatch_had_weights = false;
   uint32_t sent_id_bytes = sizeof(int32_t);  // of sent_idx; without these, of what the routes keep
@@ -94,10 +94,10 @@ struct LowLatencyCombineForm {
       0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
 };
 
-// What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and
+// What calls of one plan have in common. Its kernels are compiled; a launch fills in memory, ticket and
 // phases.
 struct PlannedDispatch {
-  LowLatencyDispatchForm form;
+  LowLatencyDispatchFacts facts;
   LowLatencyDispatchShape shape;
   LowLatencyDispatchArgs args;
   Launch how;
@@ -105,7 +105,7 @@ struct PlannedDispatch {
 };
 
 struct PlannedCombine {
-  LowLatencyCombineForm form;
+  LowLatencyCombineFacts facts;
   LowLatencyCombineShape shape;
   LowLatencyCombineArgs args;
   struct Grid {
@@ -113,7 +113,7 @@ struct PlannedCombine {
     Divisor receive_splits;
     Divisor piece_splits;
   };
-  Grid sends;  // also where both phases run at once: no more SMs than the form allows
+  Grid sends;  // also where both phases run at once: no more SMs than the facts allow
   Grid receives;
   const Kernel* kernel;
 };
@@ -129,8 +129,8 @@ struct LowLatencyRun {
 struct LowLatencyTerms {
   uint32_t line_tokens =
       0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
-  IslandPlan islands = {};  // none where all ranks map each other
-  LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
+  DomainPlan domains = {};  // none where all ranks map each other
+  LinkFigures links = {};   // between domains, the least of any rank: what their planner goes by
   std::shared_ptr<LocalMemory> board =
       {};                   // of make_low_latency_board(): this rank's; null: kernels look at the window
   bool is_watched = false;  // a block polls for the others, as with a board; the window has a host part
@@ -138,10 +138,10 @@ struct LowLatencyTerms {
 // The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
 // and what serves the same region gets the same. Errors: kSystem where the device has no room.
 Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
-                                                            const IslandPlan& islands);
-// All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
-// range or ranks differ; those of Communicator::show().
-Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
+                                                            const DomainPlan& domains);
+// All ranks call it together, with the domains that they have found. Errors: kInvalid where the setting of lines is out
+// of range or ranks differ; those of Communicator::show().
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan domains);
 
 // Whether ids [count] in host memory are empty or of experts: kInvalid with the first that is not. A combine takes any id
 // below 0 for empty, as DeepEP does.
@@ -160,8 +160,8 @@ class LowLatency {
 
   Status check_owner() const { return comm_->check_owner("buffer"); }
   // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
-  Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
-  Result<PlannedCombine> plan(const LowLatencyCombineForm& form) const;
+  Result<PlannedDispatch> plan(const LowLatencyDispatchFacts& facts) const;
+  Result<PlannedCombine> plan(const LowLatencyCombineFacts& facts) const;
   // `phases`: kPhaseSend, then kPhaseReceive with the same memory and ticket; or both at once.
   Status launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
                 uint32_t phases, void* stream);
@@ -215,8 +215,8 @@ class LowLatency {
   }
 
   // Whether a token of such calls crosses the network once for each node (low_latency_ports.h), and a sum of its replies.
-  bool sends_once_per_node(const LowLatencyDispatchForm& form) const;
-  bool replies_once_per_node(const LowLatencyCombineForm& form) const;
+  bool sends_once_per_node(const LowLatencyDispatchFacts& facts) const;
+  bool replies_once_per_node(const LowLatencyCombineFacts& facts) const;
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
     return low_latency_routes_words(sizes(max_tokens, top_k, experts), has_weights);
@@ -237,7 +237,7 @@ class LowLatency {
   uint32_t* carriers() const;
   Status write_carriers() const;
   bool may_share_nodes() const;
-  uint32_t own_node_ranks() const { return terms_.islands.size(terms_.islands.island[rank()]); }
+  uint32_t own_node_ranks() const { return terms_.domains.size(terms_.domains.domain[rank()]); }
   ExpertTrafficShape traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   bool has_room_for_nodes(const PortCombineLayout& at, Batches batches) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;

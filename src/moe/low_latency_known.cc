@@ -101,7 +101,7 @@ void add_calls(Fields& known, const LowLatencyCombineArgs& args) {
 // The key of a function that calls the kernel of `key` so.
 KernelKey in_front(KernelKey key, const std::string& lines) {
   const std::string kernel = key.name;
-  key.name += "_of_form";
+  key.name += "_of_facts";
   const std::string head = text("WEFT_KERNEL void {}(const {}& given, const MeshT& mesh, const Shape& shape)",
                                 key.name, key.args_type);
   key.prelude = "namespace weft {\ntemplate <class MeshT, class Shape>\n" + head + " {\n" +

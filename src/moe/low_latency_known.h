@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Low-latency kernels that are compiled for what the arguments of a form's calls have in common: WEFT_LOW_LATENCY_CONSTANTS.
+// Low-latency kernels that are compiled for what the arguments of a plan's calls have in common:
+// WEFT_LOW_LATENCY_CONSTANTS.
 //   KernelKey key = with_known(low_latency_key(shape, in_bulk), args, config().low_latency_constants);
 // A generated function stands before the kernel, as a key's prelude. It copies the arguments, sets those that are known to
 // constants, and calls the kernel, whose source says nothing of it: compilers do the rest. Pure functions.

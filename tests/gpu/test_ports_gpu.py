@@ -349,7 +349,7 @@ HIGH_THROUGHPUT: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4), {"routing": "any", "top_k": 12}),
     ((1000, 217), {"hidden": 7168, "top_k": 8, "num_experts": 256}),
     ((4, 3), {"hidden": 16384, "top_k": 2, "num_experts": 3}),
-    ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one hub's rings
+    ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one rail peer's rings
 ]
 
 

@@ -63,7 +63,7 @@ TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   for (const Case& c : cases)
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
       Rank rank = make_rank(boot, ports_region_for(c), c.host_threads);
-      for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+      for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(c, rank, seed);
     });
 }
 
@@ -96,7 +96,7 @@ TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 20; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
-      run_whole(c, rank, turn);
+      run_round_trip(c, rank, turn);
     }
   });
 }
@@ -115,7 +115,7 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
   ASSERT_LT(answer_room(at, c.ranks, batches, least), batches.capacity * 2 * 3 / 4);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least, true), 1);
-    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(c, rank, seed);
   });
 }
 
@@ -173,7 +173,7 @@ TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
     const Status status = trip.dispatch(kBoth);
     EXPECT_EQ(status.code(), Code::kCapacity);
     EXPECT_THAT(status.message(), HasSubstr("num_rdma_bytes"));
-    run_whole(c, rank, 1);
+    run_round_trip(c, rank, 1);
   });
 }
 
@@ -181,7 +181,7 @@ TEST_P(LowLatencyPorts, SilentRankIsNamed) {
   const Case c{4, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank = make_rank(boot, ports_region_for(c), 1, kSilentS);
-    run_whole(c, rank, 0);
+    run_round_trip(c, rank, 0);
     const Status met = rank.comm().barrier();
     ASSERT_EQ(met.message(), "");
     if (rank.rank() == 3) return;

@@ -132,7 +132,7 @@ class Rank {
   LowLatencyTerms with_board(LowLatencyTerms terms, uint64_t region_bytes) {
     terms.is_watched = window_->has_host_part();
     if (terms.is_watched) return terms;
-    auto board = make_low_latency_board(*comm_, region_bytes, terms.islands);
+    auto board = make_low_latency_board(*comm_, region_bytes, terms.domains);
     EXPECT_EQ(board.status().message(), "");
     terms.board = std::move(*board);
     return terms;
@@ -142,12 +142,12 @@ class Rank {
   LowLatencyTerms terms(uint32_t line_tokens) {
     LowLatencyTerms made;
     if (!comm_->why_not_all_mapped().empty()) {
-      auto islands = meet_islands(*comm_, false);
-      EXPECT_EQ(islands.status().message(), "");
-      auto agreed = agree_on_low_latency(*comm_, std::move(*islands));
+      auto domains = agree_on_domains(*comm_, false);
+      EXPECT_EQ(domains.status().message(), "");
+      auto agreed = agree_on_low_latency(*comm_, std::move(*domains));
       EXPECT_EQ(agreed.status().message(), "");
       made = std::move(*agreed);
-      islands_ = made.islands;
+      domains_ = made.domains;
     }
     made.line_tokens = line_tokens;
     return made;
@@ -164,7 +164,7 @@ class Rank {
     WEFT_TRY(stream_->wait());
     return mode_->fault();
   }
-  uint32_t node_of(uint32_t rank) const { return islands_.island[rank]; }
+  uint32_t node_of(uint32_t rank) const { return domains_.domain[rank]; }
   static constexpr uint64_t kBegin = 4096;
 
  private:
@@ -184,7 +184,7 @@ class Rank {
         has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
   }
 
-  IslandPlan islands_;
+  DomainPlan domains_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<OwnStream> stream_;
   std::shared_ptr<Communicator> comm_;
@@ -438,13 +438,13 @@ class RoundTrip {
   Rank& rank_;
   std::vector<Input> all_;
   Output out_;
-  Call<LowLatencyDispatchForm, LowLatencyDispatchMemory> dispatch_{};
-  Call<LowLatencyCombineForm, LowLatencyCombineMemory> combine_{};
+  Call<LowLatencyDispatchFacts, LowLatencyDispatchMemory> dispatch_{};
+  Call<LowLatencyCombineFacts, LowLatencyCombineMemory> combine_{};
 };
 
 inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
 
-inline void run_whole(const Case& c, Rank& rank, uint32_t seed) {
+inline void run_round_trip(const Case& c, Rank& rank, uint32_t seed) {
   RoundTrip trip(c, rank, seed);
   ASSERT_EQ(trip.dispatch(kBoth).message(), "");
   trip.check_dispatched();

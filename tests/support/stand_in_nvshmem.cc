@@ -20,7 +20,7 @@ using weft::nvshmem_link::version_of;
 namespace {
 
 struct Shared {
-  stand_in::Meeting::Board board;
+  stand_in::Barrier::Counters counters;
 };
 
 std::string session;
@@ -40,7 +40,7 @@ std::string name_of(int block, int rank) {
 }
 
 void meet() {
-  (void)stand_in::Meeting(&shared->board, static_cast<uint32_t>(all_ranks)).pass(never);
+  (void)stand_in::Barrier(&shared->counters, static_cast<uint32_t>(all_ranks)).pass(never);
 }
 
 // Where a place of the own heap is at a peer.

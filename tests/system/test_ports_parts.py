@@ -55,7 +55,7 @@ def _messages(rank: Rank) -> tuple[int, int]:
     return _put_bytes(rank)
 
 
-# Rings of the last place have neighbours of both kinds. Shared memory takes no loans, which are in no window.
+# Rings of the last place have neighbours of both kinds. Shared memory takes no registrations, which are in no window.
 @pytest.mark.parametrize(
     ("calls", "place"),
     [

@@ -89,7 +89,7 @@ std::function<void(Test&)> passing(At writer, At reader, Order store, Order load
     });
   };
 }
-constexpr At kHere{0, 0}, kBeside{0, 1}, kPeer{1, 0}, kHostThread{kHost, 0};
+constexpr At kHere{0, 0}, kNeighbour{0, 1}, kPeer{1, 0}, kHostThread{kHost, 0};
 constexpr Order kReleaseGpu = of_gpu(kRelease), kAcquireGpu = of_gpu(kAcquire),
                 kReleaseBlock = of_block(kRelease), kAcquireBlock = of_block(kAcquire);
 
@@ -339,7 +339,7 @@ const std::vector<Shape>& shapes() {
        {"1 0"},
        {}},
       {"MP release.gpu acquire.gpu, blocks of a GPU",
-       passing(kHere, kBeside, kReleaseGpu, kAcquireGpu),
+       passing(kHere, kNeighbour, kReleaseGpu, kAcquireGpu),
        {"1 1"},
        {"1 0"}},
       {"MP release.gpu acquire.gpu, two GPUs",
@@ -359,7 +359,7 @@ const std::vector<Shape>& shapes() {
        {"1 1"},
        {"1 0"}},
       {"MP release.cta acquire.cta, two blocks",
-       passing(kHere, kBeside, kReleaseBlock, kAcquireBlock),
+       passing(kHere, kNeighbour, kReleaseBlock, kAcquireBlock),
        {"1 0"},
        {}},
       {"MP fences", passing_by_fences(Scope::kSystem), {"1 1", "0 0"}, {"1 0"}},

@@ -205,7 +205,7 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
                : "memory");
 }
 // Lanes of a warp that load the parts of a 128-byte line with one instruction get what was there at one time.
-inline constexpr bool kLoadsLinesWhole = true;
+inline constexpr bool kLoadsFullLines = true;
 // A part of a 128-byte line that the lanes of a warp store with one instruction, so that it arrives whole.
 WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
   store_line(at, v);

@@ -265,7 +265,7 @@ inline void store_watched(T* at, T value) {
     std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
 }
 // One thread loads the parts of a line one after the other.
-inline constexpr bool kLoadsLinesWhole = false;
+inline constexpr bool kLoadsFullLines = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.
 inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
   auto* halves = reinterpret_cast<uint64_t*>(at);

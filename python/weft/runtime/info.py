@@ -163,7 +163,7 @@ def rdma_nics() -> list[dict[str, str]]:
 def _interface() -> dict[str, str]:
     """Return where ranks of several nodes would hear of each other: name, address and why, or why nowhere."""
     try:
-        return dict(_core.meeting_interface())
+        return dict(_core.rendezvous_interface())
     except Error as error:
         return {"name": "", "address": "", "why": error.one_line()}
 
@@ -200,7 +200,7 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
 
 def _table(title: str, key: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     heads = [Column(head, is_number=head in numbers) for head in columns]
-    return Table(title, [Column(key, is_key=True, is_whole=True), *heads])
+    return Table(title, [Column(key, is_key=True, never_folds=True), *heads])
 
 
 def _pairs(title: str, facts: dict[str, Any]) -> Table:

@@ -220,7 +220,7 @@ def _prediction(plans: list[dict[str, Any]]) -> Table:
             Column("nodes", is_number=True, is_key=True),
             Column("call", is_key=True),
             *(Column(head, is_number=True) for head in numbers),
-            Column("limited by", is_whole=True),
+            Column("limited by", never_folds=True),
         ],
     )
     for plan in plans:
@@ -254,7 +254,7 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
                 Column(head, is_number=True)
                 for head in ("rank MB", "rank puts", "rank us", "node MB", "node puts", "node us")
             ),
-            Column("chosen", is_whole=True),
+            Column("chosen", never_folds=True),
         ],
         fold_constants=False,
     )

@@ -40,7 +40,7 @@ def ways_table(of_ranks: list[dict[str, Any]]) -> Table:
         "Ways of each rank to its peers: mapped memory, or a port",
         [
             *(Column(head, is_number=True, is_key=True) for head in ("rank", "node")),
-            Column("device", is_whole=True),
+            Column("device", never_folds=True),
             Column("mapped"),
             Column("by port"),
         ],

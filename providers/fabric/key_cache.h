@@ -16,7 +16,7 @@ namespace weft::provider::fi {
 
 // `enroll(data, bytes)` gives a Result<Registration>, `release(registration)` takes it back. Errors: of enroll.
 template <class Enroll, class Release>
-Result<bool> keeps_keys(Enroll enroll, Release release) {
+Result<bool> caches_keys(Enroll enroll, Release release) {
   constexpr size_t kPage = 4096;
   constexpr int kTimes = 3;
   const auto pages = std::make_unique<char[]>(2 * kPage);

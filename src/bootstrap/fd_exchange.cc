@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 
 #include <arpa/inet.h>
 #include <linux/filter.h>
@@ -39,7 +39,7 @@ struct SocketName {
 
   explicit SocketName(const char* name) {
     address.sun_family = AF_UNIX;
-    const size_t chars = strnlen(name, sizeof(ParcelAddress::socket_name));
+    const size_t chars = strnlen(name, sizeof(FdAddress::socket_name));
     std::memcpy(address.sun_path + 1, name, chars);  // sun_path[0] == 0 makes it abstract
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + chars);
   }
@@ -81,7 +81,7 @@ bool attach_filter(int socket, const Header& head) {
 
 // Closing what a stranger sent may take as long as the stranger likes: a socket that lingers, a file of a file system
 // that does not answer. So a thread of its own does it; a rank has few of them at a time.
-void close_beside(std::vector<FileDescriptor> strangers) {
+void close_in_thread(std::vector<FileDescriptor> strangers) {
   static std::atomic<int> threads{0};
   constexpr int kMostThreads = 16;
   if (threads.fetch_add(1) < kMostThreads) {
@@ -101,26 +101,26 @@ void close_beside(std::vector<FileDescriptor> strangers) {
 // that; race detectors do not follow datagrams, so ranks that are threads of one process also meet at an
 // atomic.
 void order_threads() {
-  static std::atomic<uint64_t> meeting_point{0};
-  meeting_point.fetch_add(1, std::memory_order_acq_rel);
+  static std::atomic<uint64_t> rendezvous_point{0};
+  rendezvous_point.fetch_add(1, std::memory_order_acq_rel);
 }
 
 }  // namespace
 
 // One that has come, with all that came along.
-struct ParcelExchange::Datagram {
+struct FdExchange::Datagram {
   Header header{};
   char bytes[kMaxBytes];
   size_t got = 0;
   uid_t user = static_cast<uid_t>(-1);
   std::vector<FileDescriptor> descriptors;
-  bool is_whole = false;  // nothing of it was left out
+  bool is_complete = false;  // nothing of it was left out
 
   // False where none is there; errno says why.
   bool receive(int socket);
 };
 
-bool ParcelExchange::Datagram::receive(int socket) {
+bool FdExchange::Datagram::receive(int socket) {
   constexpr size_t kMostDescriptors = 253;  // that Linux lets a datagram have: all of them are to be closed
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(kMostDescriptors * sizeof(int))];
   iovec parts[2] = {{&header, sizeof header}, {bytes, sizeof bytes}};
@@ -132,7 +132,7 @@ bool ParcelExchange::Datagram::receive(int socket) {
   const ssize_t length = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (length < 0) return false;
   got = static_cast<size_t>(length);
-  is_whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+  is_complete = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part; part = CMSG_NXTHDR(&message, part)) {
     if (part->cmsg_level != SOL_SOCKET) continue;
     if (part->cmsg_type == SCM_CREDENTIALS) {
@@ -150,10 +150,10 @@ bool ParcelExchange::Datagram::receive(int socket) {
   return true;
 }
 
-Result<std::unique_ptr<ParcelExchange>> ParcelExchange::open(int rank) {
+Result<std::unique_ptr<FdExchange>> FdExchange::open(int rank) {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket.is_open()) return logged(Status::from_errno(errno, "rank {}: open a Unix socket", rank));
-  ParcelAddress address;
+  FdAddress address;
   const std::string name = text("weft-{}", random_key());
   std::memcpy(address.socket_name, name.data(), name.size());
   address.key = random_key();
@@ -166,12 +166,12 @@ Result<std::unique_ptr<ParcelExchange>> ParcelExchange::open(int rank) {
   const SocketName own(address.socket_name);
   if (bind(socket.get(), own.get(), own.length) != 0)
     return logged(Status::from_errno(errno, "rank {}: bind Unix socket @{}", rank, name));
-  auto exchange = std::unique_ptr<ParcelExchange>(new ParcelExchange(rank, std::move(socket)));
+  auto exchange = std::unique_ptr<FdExchange>(new FdExchange(rank, std::move(socket)));
   exchange->address_ = address;
   return exchange;
 }
 
-Status ParcelExchange::connect(const std::vector<ParcelAddress>& peers) {
+Status FdExchange::connect(const std::vector<FdAddress>& peers) {
   peers_ = std::vector<Peer>(peers.size());
   for (int peer = 0; peer < static_cast<int>(peers.size()); ++peer) {
     peers_[peer].key = peers[peer].key;
@@ -188,16 +188,16 @@ Status ParcelExchange::connect(const std::vector<ParcelAddress>& peers) {
   return {};
 }
 
-Result<ParcelExchange::Sent> ParcelExchange::try_send(int peer, const Parcel& parcel) {
+Result<FdExchange::Sent> FdExchange::try_send(int peer, const FdMessage& mine) {
   if (!peers_[peer].socket.is_open()) return Sent::kPeerGone;
   Header header{kMagic, peers_[peer].key, sequence_, static_cast<uint32_t>(rank_),
-                static_cast<uint32_t>(parcel.bytes.size())};
-  iovec parts[2] = {{&header, sizeof header}, {const_cast<char*>(parcel.bytes.data()), parcel.bytes.size()}};
+                static_cast<uint32_t>(mine.bytes.size())};
+  iovec parts[2] = {{&header, sizeof header}, {const_cast<char*>(mine.bytes.data()), mine.bytes.size()}};
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = 2;
   Control control;
-  if (parcel.fd.is_open()) attach(message, control, parcel.fd.get());
+  if (mine.fd.is_open()) attach(message, control, mine.fd.get());
   if (sendmsg(peers_[peer].socket.get(), &message, MSG_NOSIGNAL) >= 0) return Sent::kDone;
   switch (errno) {
     case EAGAIN:  // the peer's queue is full: it holds few datagrams
@@ -214,7 +214,7 @@ Result<ParcelExchange::Sent> ParcelExchange::try_send(int peer, const Parcel& pa
 }
 
 // Takes every datagram that has arrived.
-Status ParcelExchange::receive_waiting() {
+Status FdExchange::receive_waiting() {
   for (;;) {
     Datagram datagram;
     if (datagram.receive(socket_.get())) {
@@ -228,13 +228,13 @@ Status ParcelExchange::receive_waiting() {
 }
 
 // Keeps what a peer gave; drops what belongs to a past call, and refuses what is no peer's. Who sent it is asked first.
-void ParcelExchange::take(Datagram& datagram) {
+void FdExchange::take(Datagram& datagram) {
   const Header& header = datagram.header;
   if (datagram.user != getuid()) return refuse(datagram, "another user sent it");
   if (datagram.got < sizeof header || header.magic != kMagic || header.key != address_.key)
     return refuse(datagram, "it does not carry this rank's key");
   const size_t bytes = datagram.got - sizeof header;
-  if (!datagram.is_whole || header.bytes != bytes || header.sender >= peers_.size() ||
+  if (!datagram.is_complete || header.bytes != bytes || header.sender >= peers_.size() ||
       datagram.descriptors.size() > 1)
     return refuse(datagram, "it is not one of this version's");
   if (header.sequence < sequence_) return;
@@ -243,16 +243,16 @@ void ParcelExchange::take(Datagram& datagram) {
                                                                    std::move(fd)};
 }
 
-void ParcelExchange::refuse(Datagram& datagram, std::string_view why) {
+void FdExchange::refuse(Datagram& datagram, std::string_view why) {
   const size_t descriptors = datagram.descriptors.size();
-  if (descriptors) close_beside(std::move(datagram.descriptors));
+  if (descriptors) close_in_thread(std::move(datagram.descriptors));
   if (const uint64_t times = refused_.count())
     log_warn("rank {}: a datagram of user {} with {} descriptors is refused: {} ({} so far)", rank_,
              datagram.user, descriptors, why, times);
 }
 
-Result<bool> ParcelExchange::all_sent(const Parcel& mine, std::vector<bool>& sent,
-                                      std::string_view operation) {
+Result<bool> FdExchange::all_sent(const FdMessage& mine, std::vector<bool>& sent,
+                                  std::string_view operation) {
   bool all = true;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!takes_part(peer) || sent[peer]) continue;
@@ -264,14 +264,14 @@ Result<bool> ParcelExchange::all_sent(const Parcel& mine, std::vector<bool>& sen
   return all;
 }
 
-bool ParcelExchange::all_received() const {
+bool FdExchange::all_received() const {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (takes_part(peer) && !has_received(peer)) return false;
   return true;
 }
 
 // A datagram to a closed socket is refused. A forked child of a dead peer may keep the socket open.
-bool ParcelExchange::is_gone(int peer) const {
+bool FdExchange::is_gone(int peer) const {
   if (watch_ && watch_->is_over(peer)) return true;
   if (!peers_[peer].socket.is_open()) return true;
   const Header probe{kMagic, peers_[peer].key, kProbe, static_cast<uint32_t>(rank_), 0};
@@ -281,7 +281,7 @@ bool ParcelExchange::is_gone(int peer) const {
 
 // Finds dead peers long before the deadline. Names all that are gone: one of them may only have left because
 // it noticed first.
-Status ParcelExchange::check_alive(std::string_view operation) {
+Status FdExchange::check_alive(std::string_view operation) {
   std::vector<int> gone;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (takes_part(peer) && !has_received(peer) && is_gone(peer)) gone.push_back(peer);
@@ -295,17 +295,17 @@ Status ParcelExchange::check_alive(std::string_view operation) {
   return logged(Status::make(Code::kPeerLost, "rank {}, {}: {}", rank_, operation, fates));
 }
 
-std::string ParcelExchange::missing() const {
+std::string FdExchange::missing() const {
   std::string names;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (takes_part(peer) && !has_received(peer)) names += text("{}rank {}", names.empty() ? "" : ", ", peer);
   return names.empty() ? "room in peers' queues" : names;
 }
 
-Result<std::vector<Parcel>> ParcelExchange::all_gather(const Parcel& mine, std::string_view operation,
-                                                       Deadline until) {
+Result<std::vector<FdMessage>> FdExchange::all_gather(const FdMessage& mine, std::string_view operation,
+                                                      Deadline until) {
   if (mine.bytes.size() > kMaxBytes)
-    return Status::invalid("parcel: got {} bytes, allowed: at most {}", mine.bytes.size(), kMaxBytes);
+    return Status::invalid("message: got {} bytes, allowed: at most {}", mine.bytes.size(), kMaxBytes);
   ++sequence_;
   order_threads();
   const double limit_s = until.left_s();
@@ -333,7 +333,7 @@ Result<std::vector<Parcel>> ParcelExchange::all_gather(const Parcel& mine, std::
     return logged(Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for {}", rank_, operation, limit_s,
                                missing()));
   order_threads();
-  std::vector<Parcel> all(peers_.size());
+  std::vector<FdMessage> all(peers_.size());
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (takes_part(peer)) all[peer] = std::move(received_[{sequence_, peer}]);
   all[rank_].bytes = mine.bytes;

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that all ranks run alike: rank r does what rank 0 does, with every rank and chunk moved on by r.
+"""Rotational programs: rank r does what rank 0 does, with every rank and chunk rotated by r.
 
-    turning = turning_of(AllGather(1000))           # None: the ranks of this contract are not alike
-    turning.index("o", 3, 5)                        # rank 0's o[3] is what o[8] is to rank 5
+    rotation = rotation_of(AllGather(1000))           # None: the ranks of this contract are not alike
+    rotation.index("o", 3, 5)                        # rank 0's o[3] is what o[8] is to rank 5
 
 What holds for rank 0 of such a program holds for all, so it is compiled and verified once (compiler, verifier).
 """
@@ -26,7 +26,7 @@ from weft.collectives.values import Chunk, Value
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """Chunks of a buffer, from ``first`` to before ``end``; ``part`` belong to each rank, 0: they are not turned."""
+    """Chunks of a buffer, from ``first`` to before ``end``; ``part`` belong to each rank, 0: they do not rotate."""
 
     first: int
     end: int
@@ -43,8 +43,8 @@ class Area:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turning:
-    """Which chunk of rank r stands for which of rank 0. Chunks in no area are not turned."""
+class Rotation:
+    """Which chunk of rank r stands for which of rank 0. Chunks in no area do not rotate."""
 
     ranks: int
     areas: dict[str, list[Area]]
@@ -76,11 +76,11 @@ class Turning:
             return Chunk(*parts[0], meant, self.index(Buffer.output, value.dst_index, by))
         return Value(tuple(sorted(parts)))
 
-    def with_scratch(self, areas: list[Area]) -> Turning:
+    def with_scratch(self, areas: list[Area]) -> Rotation:
         return dataclasses.replace(self, areas={**self.areas, Buffer.scratch: areas})
 
-    def scaled(self, instances: int, scratch_chunks: int) -> Turning:
-        """Return the turning of interleaved instances, whose scratch follows that of the instance before."""
+    def scaled(self, instances: int, scratch_chunks: int) -> Rotation:
+        """Return the rotation of interleaved instances, whose scratch follows that of the instance before."""
         users = {
             name: [Area(a.first * instances, a.end * instances, a.part * instances) for a in areas]
             for name, areas in self.areas.items()
@@ -98,7 +98,7 @@ class Turning:
         return None
 
 
-def turning_of(contract: Collective) -> Turning | None:
+def rotation_of(contract: Collective) -> Rotation | None:
     """Return how the ranks of a contract are alike; None where they are not, or where it is not stated.
 
     AllReduce of a multiple of the ranks' chunks gives every rank as many, and moves them on with the ranks.
@@ -119,4 +119,4 @@ def turning_of(contract: Collective) -> Turning | None:
     if kind not in known:
         return None
     inputs, outputs = known[kind]
-    return Turning(ranks, {Buffer.input: [inputs], Buffer.output: [outputs]})
+    return Rotation(ranks, {Buffer.input: [inputs], Buffer.output: [outputs]})

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bootstrap/meeting.h"
+#include "bootstrap/rendezvous.h"
 
 #include <algorithm>
 #include <cstring>
@@ -20,27 +20,27 @@ namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'm', 'e', 'e', 't'};
 constexpr int kBacklog = 1024;
-constexpr double kIdleS = 3600;  // a meeting that nobody comes to ends then
+constexpr double kIdleS = 3600;  // without clients for so long, it ends
 
-// The thread that passes everything on. It owns itself: whoever opened the meeting may be gone first.
-class Meeting {
+// The thread that passes everything on. It owns itself, since whoever opened the rendezvous may be gone first.
+class RendezvousServer {
  public:
-  Meeting(FileDescriptor listener, std::string key, int size)
-      : door_(std::move(listener), std::move(key)), size_(size), is_of_rank_0_(size > 0) {}
+  RendezvousServer(FileDescriptor listener, std::string key, int size)
+      : listener_(std::move(listener), std::move(key)), size_(size), is_of_rank_0_(size > 0) {}
 
   void run() {
     Deadline idle = Deadline::after_s(kIdleS);
     Deadline beat = Deadline::after_s(silence_.heartbeat_s);
     while (true) {
       std::vector<pollfd> entries;
-      door_.add_to(entries);
+      listener_.add_to(entries);
       const size_t first_peer = entries.size();
       for (const auto& [rank, peer] : peers_) entries.push_back({peer.stream.fd(), POLLIN, 0});
-      if ((!door_.is_open() && peers_.empty()) || (peers_.empty() && idle.passed())) return;
+      if ((!listener_.is_open() && peers_.empty()) || (peers_.empty() && idle.passed())) return;
       ::poll(entries.data(), entries.size(), suspects_.empty() ? 200 : 20);
       for (size_t i = first_peer; i < entries.size(); ++i)
         if (entries[i].revents) hear(entries[i].fd);
-      for (Guest& guest : door_.serve()) admit(std::move(guest));
+      for (Client& client : listener_.serve()) admit(std::move(client));
       if (!peers_.empty()) idle = Deadline::after_s(kIdleS);
       judge();
       settle();
@@ -63,23 +63,24 @@ class Meeting {
     std::string how;
   };
 
-  // Who has come in is a rank of this meeting, but perhaps not one that is missing.
-  void admit(Guest guest) {
-    if (size_ == 0) size_ = guest.size;
-    if (lost_.contains(guest.rank))
-      return Door::refuse(
-          guest, text("rank {}: the others go on without it, because it {}", guest.rank, lost_[guest.rank]));
-    if (guest.size != size_)
-      return Door::refuse(guest, text("size: got {} on rank 0, {} on rank {}, allowed: the same on all ranks",
-                                      size_, guest.size, guest.rank));
-    if (guest.rank < 0 || guest.rank >= size_ || peers_.contains(guest.rank))
-      return Door::refuse(guest, text("rank: got {} twice, allowed: each rank once", guest.rank));
-    if (!Door::welcome(guest)) return;
-    watch_network(guest.stream.fd(), silence_);
-    peers_[guest.rank].stream = std::move(guest.stream);
+  // Who has come in is a rank of this rendezvous, but perhaps not one that is missing.
+  void admit(Client client) {
+    if (size_ == 0) size_ = client.size;
+    if (lost_.contains(client.rank))
+      return Listener::refuse(client, text("rank {}: the others go on without it, because it {}", client.rank,
+                                           lost_[client.rank]));
+    if (client.size != size_)
+      return Listener::refuse(
+          client, text("size: got {} on rank 0, {} on rank {}, allowed: the same on all ranks", size_,
+                       client.size, client.rank));
+    if (client.rank < 0 || client.rank >= size_ || peers_.contains(client.rank))
+      return Listener::refuse(client, text("rank: got {} twice, allowed: each rank once", client.rank));
+    if (!Listener::welcome(client)) return;
+    watch_network(client.stream.fd(), silence_);
+    peers_[client.rank].stream = std::move(client.stream);
     if (static_cast<int>(peers_.size()) < size_) return;
     had_everybody_ = true;
-    door_.close();
+    listener_.close();
   }
 
   void hear(int fd) {
@@ -158,7 +159,7 @@ class Meeting {
 
   // Nobody can meet any more where rank 0 has listened, and its address is free for the next who listens there.
   void host_has_gone() {
-    if (is_of_rank_0_) door_.close();
+    if (is_of_rank_0_) listener_.close();
   }
 
   // Answers when everybody has given something, or when it is clear that not everybody will.
@@ -191,7 +192,7 @@ class Meeting {
                                                      : "";
       names += text("{}rank {}{}", names.empty() ? "" : ", ", rank, how);
     }
-    return had_everybody_ ? names : names + door_.account();
+    return had_everybody_ ? names : names + listener_.account();
   }
 
   void answer_all(Code code, const std::string& bytes) {
@@ -209,7 +210,7 @@ class Meeting {
   }
 
   const Silence silence_;
-  Door door_;
+  Listener listener_;
   int size_;  // 0: that of the first who comes
   const bool is_of_rank_0_;
   std::map<int, Peer> peers_;
@@ -223,21 +224,22 @@ class Meeting {
 
 }  // namespace
 
-std::string key_of(const MeetingTicket& ticket) {
-  return std::string(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key) + config().job_secret;
+std::string key_of(const UniqueId& unique_id) {
+  return std::string(reinterpret_cast<const char*>(unique_id.key), sizeof unique_id.key) +
+         config().job_secret;
 }
 
-SocketAddress address_of(const MeetingTicket& ticket, socklen_t& bytes) {
+SocketAddress address_of(const UniqueId& unique_id, socklen_t& bytes) {
   SocketAddress address{};
-  if (ticket.is_ipv6) {
+  if (unique_id.is_ipv6) {
     address.v6.sin6_family = AF_INET6;
-    address.v6.sin6_port = htons(ticket.port);
-    std::memcpy(&address.v6.sin6_addr, ticket.address, 16);
+    address.v6.sin6_port = htons(unique_id.port);
+    std::memcpy(&address.v6.sin6_addr, unique_id.address, 16);
     bytes = sizeof(address.v6);
   } else {
     address.v4.sin_family = AF_INET;
-    address.v4.sin_port = htons(ticket.port);
-    std::memcpy(&address.v4.sin_addr, ticket.address, 4);
+    address.v4.sin_port = htons(unique_id.port);
+    std::memcpy(&address.v4.sin_addr, unique_id.address, 4);
     bytes = sizeof(address.v4);
   }
   return address;
@@ -253,34 +255,34 @@ FileDescriptor listen_at(const SocketAddress& address) {
   return listener;
 }
 
-Status serve_meeting(FileDescriptor listener, std::string key, int size) {
+Status serve_rendezvous(FileDescriptor listener, std::string key, int size) {
   WEFT_TRY(Stream::check(key));
-  auto meeting = std::make_shared<Meeting>(std::move(listener), std::move(key), size);
-  std::thread([meeting] { meeting->run(); }).detach();
+  auto server = std::make_shared<RendezvousServer>(std::move(listener), std::move(key), size);
+  std::thread([server] { server->run(); }).detach();
   return {};
 }
 
-bool MeetingTicket::is_valid() const {
+bool UniqueId::is_valid() const {
   return std::memcmp(magic, kMagic, sizeof kMagic) == 0;
 }
 
-Result<MeetingTicket> open_meeting(const std::string& interface) {
+Result<UniqueId> open_rendezvous(const std::string& interface) {
   WEFT_TRY_ASSIGN(const Interface at, choose_interface(interface));
-  log_info("a meeting of ranks on {} ({}): {}", at.name, at.address, at.why);
-  MeetingTicket ticket{};
-  std::memcpy(ticket.magic, kMagic, sizeof kMagic);
-  ticket.is_ipv6 = at.is_ipv6;
-  std::memcpy(ticket.address, at.bytes, sizeof ticket.address);
-  ticket.key[0] = random_key();
-  ticket.key[1] = random_key();
+  log_info("a rendezvous of ranks on {} ({}): {}", at.name, at.address, at.why);
+  UniqueId unique_id{};
+  std::memcpy(unique_id.magic, kMagic, sizeof kMagic);
+  unique_id.is_ipv6 = at.is_ipv6;
+  std::memcpy(unique_id.address, at.bytes, sizeof unique_id.address);
+  unique_id.key[0] = random_key();
+  unique_id.key[1] = random_key();
   socklen_t bytes = 0;
-  SocketAddress address = address_of(ticket, bytes);
+  SocketAddress address = address_of(unique_id, bytes);
   FileDescriptor listener = listen_at(address);
   if (!listener.is_open() || ::getsockname(listener.get(), &address.any, &bytes) != 0)
-    return logged(Status::from_errno(errno, "open a meeting"));
-  ticket.port = ntohs(ticket.is_ipv6 ? address.v6.sin6_port : address.v4.sin_port);
-  WEFT_TRY(serve_meeting(std::move(listener), key_of(ticket), 0));
-  return ticket;
+    return logged(Status::from_errno(errno, "open a rendezvous"));
+  unique_id.port = ntohs(unique_id.is_ipv6 ? address.v6.sin6_port : address.v4.sin_port);
+  WEFT_TRY(serve_rendezvous(std::move(listener), key_of(unique_id), 0));
+  return unique_id;
 }
 
 }  // namespace weft

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A CallBoard is where the ranks of a runner write what they call, each on a page that the others can read:
-// at a deadline it says which rank called what.
-//   WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));     // collective
-//   board->post(record);                                       // before every call of all ranks
-//   if (const std::string words = board->mismatch(); !words.empty()) ...
+// CallLog: each rank of a runner records its calls on a page that the others can read. At a deadline it says which rank
+// called what.
+//   WEFT_TRY_ASSIGN(auto log, CallLog::create(*comm));       // collective
+//   log->post(record);                                       // before every call of all ranks
+//   if (const std::string words = log->mismatch(); !words.empty()) ...
 // Calls of all ranks are numbered alike; messages between two ranks are numbered for each direction. Posting
-// costs a few stores to the own page. Records older than kKeptCalls calls are overwritten. Ranks that are
+// costs a few stores to the own page. Records older than kLoggedCalls calls are overwritten. Ranks that are
 // reached through ports have no pages here: nothing is known of their calls.
-// Threads: one posts calls, one sends, one receives; everything else from any.
+// Threads: one thread posts calls, one sends, one receives; all else may be called from any.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ class CallDigest {
 
 // What was called. Trivially copyable: other processes read it.
 struct CallRecord {
-  uint64_t number = 0;  // set by the board: from 1; 0: none
+  uint64_t number = 0;  // set by the log: from 1; 0: none
   uint64_t count = 0;   // elements, or ~0 where ranks have sizes of their own
   uint32_t digest = 0;  // equal where calls belong together
   int32_t root = -1;    // -1: none
@@ -60,14 +60,14 @@ void set_name(CallRecord& record, std::string_view call, std::string_view algori
 // "all_reduce of 4 float32 sum", and "by allreduce_ring LL".
 std::string describe(const CallRecord& record, bool with_algorithm = false);
 
-class CallBoard {
+class CallLog {
  public:
-  static constexpr uint32_t kKeptCalls = 64, kKeptMessages = 16;
+  static constexpr uint32_t kLoggedCalls = 64, kLoggedMessages = 16;
 
   // Collective. Errors: kSystem, kPeerLost.
-  static Result<std::unique_ptr<CallBoard>> create(Communicator& comm);
+  static Result<std::unique_ptr<CallLog>> create(Communicator& comm);
 
-  void post(const CallRecord& record) { post_to(calls_at(rank_), kKeptCalls, ++calls_, record); }
+  void post(const CallRecord& record) { post_to(calls_at(rank_), kLoggedCalls, ++calls_, record); }
   void post_send(int peer, const CallRecord& record);
   void post_receive(int peer, const CallRecord& record);
   // The first rank, in circular order from `first`, that has posted more sends to this rank than this rank has
@@ -76,7 +76,7 @@ class CallBoard {
   // The record of the last call but `ago`; number 0: none.
   CallRecord own_call(uint64_t ago = 0) const;
 
-  // Says what each rank called at the first difference: in the earliest kept call, else in the earliest
+  // Says what each rank called at the first difference: in the earliest recorded call, else in the earliest
   // message between this rank and another. Empty: no difference is known.
   std::string mismatch() const;
   // "rank 1 has made 3 calls, the last one all_gather of 4 float32"; of a rank without any: "no call".
@@ -88,7 +88,7 @@ class CallBoard {
   template <class IsStopped>
   Status compare(Deadline until, IsStopped is_stopped) {
     const Status status = wait_for(
-        until, is_stopped, [&](int rank) { return latest(calls_at(rank), kKeptCalls) >= calls_; },
+        until, is_stopped, [&](int rank) { return latest(calls_at(rank), kLoggedCalls) >= calls_; },
         [this] { return differing_call(); });
     if (status.code() == Code::kInvalid) refused_ = calls_;
     return status;
@@ -100,7 +100,7 @@ class CallBoard {
     return wait_for(
         until, is_stopped,
         [&](int rank) {
-          return rank != peer || latest(sends_at(peer, rank_), kKeptMessages) >= received_[peer];
+          return rank != peer || latest(sends_at(peer, rank_), kLoggedMessages) >= received_[peer];
         },
         [&] {
           return pages_[peer] ? differing_message(receives_at(rank_, peer), received_[peer],
@@ -110,22 +110,22 @@ class CallBoard {
   }
 
  private:
-  explicit CallBoard(Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {}
+  explicit CallLog(Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {}
   Status open(Communicator& comm);
 
   // A page: the calls, then for every peer what is sent to it and what is received from it.
   CallRecord* calls_at(int rank) const { return pages_[rank]; }
   CallRecord* sends_at(int rank, int to) const {
-    return pages_[rank] + kKeptCalls + static_cast<size_t>(to) * kKeptMessages;
+    return pages_[rank] + kLoggedCalls + static_cast<size_t>(to) * kLoggedMessages;
   }
   CallRecord* receives_at(int rank, int from) const { return sends_at(rank, size_ + from); }
   uint64_t page_bytes() const {
-    return (kKeptCalls + uint64_t{2} * size_ * kKeptMessages) * sizeof(CallRecord);
+    return (kLoggedCalls + uint64_t{2} * size_ * kLoggedMessages) * sizeof(CallRecord);
   }
 
-  static void post_to(CallRecord* kept, uint64_t size, uint64_t number, const CallRecord& record);
-  static CallRecord read(const CallRecord* kept, uint64_t size, uint64_t number);
-  static uint64_t latest(const CallRecord* kept, uint64_t size);
+  static void post_to(CallRecord* records, uint64_t size, uint64_t number, const CallRecord& record);
+  static CallRecord read(const CallRecord* records, uint64_t size, uint64_t number);
+  static uint64_t latest(const CallRecord* records, uint64_t size);
   std::string differing_call() const;
   std::string differing_message(const CallRecord* mine, uint64_t my_latest, const CallRecord* theirs,
                                 int peer, bool is_sender, uint64_t first = 1) const;

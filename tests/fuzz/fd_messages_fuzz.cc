@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "base/log.h"
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 
 using namespace weft;
 
@@ -25,7 +25,7 @@ void require(bool holds) {
   if (!holds) std::abort();  // what libFuzzer reports
 }
 
-struct Header {  // of parcel_exchange.cc
+struct Header {  // of fd_exchange.cc
   uint64_t magic, key, sequence;
   uint32_t sender, bytes;
 };
@@ -44,7 +44,7 @@ struct Kind {
       : has_key(bits & 1), is_framed(bits & 2), descriptors(bits >> 2 & 3), calls_ahead(bits >> 4 & 3) {}
 };
 
-void send_datagram(const ParcelAddress& to, const std::string& bytes, int descriptors) {
+void send_datagram(const FdAddress& to, const std::string& bytes, int descriptors) {
   static const FileDescriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
@@ -69,12 +69,12 @@ void send_datagram(const ParcelAddress& to, const std::string& bytes, int descri
 }
 
 struct TwoRanks {
-  std::unique_ptr<ParcelExchange> first, second;
-  std::vector<ParcelAddress> addresses;
+  std::unique_ptr<FdExchange> first, second;
+  std::vector<FdAddress> addresses;
 
   TwoRanks() {
     for (auto* rank : {&first, &second}) {
-      auto opened = ParcelExchange::open(rank == &first ? 0 : 1);
+      auto opened = FdExchange::open(rank == &first ? 0 : 1);
       require(opened.ok());
       *rank = std::move(*opened);
       addresses.push_back((*rank)->address());
@@ -88,7 +88,7 @@ struct TwoRanks {
 
 // Sends all datagrams of an input to the first rank.
 void send_all_of(const uint8_t* data, size_t size, TwoRanks& ranks) {
-  const ParcelAddress& to = ranks.addresses[0];
+  const FdAddress& to = ranks.addresses[0];
   uint64_t call = 1;
   while (size >= 2) {
     const Kind kind(data[0]);

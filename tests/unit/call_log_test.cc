@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/call_board.h"
+#include "collective/call_log.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -24,36 +24,36 @@ CallRecord record_of(std::string_view call, uint64_t count) {
 }
 
 // A message that differs is an error of its receive; later calls, and later messages, are compared for themselves.
-TEST(CallBoard, ADifferenceIsToldByTheCallThatHasIt) {
+TEST(CallLog, ADifferenceIsToldByTheCallThatHasIt) {
   run_ranks(RanksAre::kThreads, 2, [](std::shared_ptr<Bootstrap> boot) {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     ASSERT_EQ(comm.status().message(), "");
-    auto board = CallBoard::create(**comm);
-    ASSERT_EQ(board.status().message(), "");
+    auto log = CallLog::create(**comm);
+    ASSERT_EQ(log.status().message(), "");
     const auto never = [] { return false; };
-    const auto compared = [&] { return (*board)->compare(Deadline::after_s(kTimeoutS), never); };
-    const auto received = [&] { return (*board)->compare_receive(0, Deadline::after_s(kTimeoutS), never); };
+    const auto compared = [&] { return (*log)->compare(Deadline::after_s(kTimeoutS), never); };
+    const auto received = [&] { return (*log)->compare_receive(0, Deadline::after_s(kTimeoutS), never); };
     const bool is_sender = (*comm)->rank() == 0;
     for (uint64_t count : {4, 5}) {
       if (is_sender) {
-        (*board)->post_send(1, record_of("send", 4));
+        (*log)->post_send(1, record_of("send", 4));
       } else {
-        (*board)->post_receive(0, record_of("recv", count + 1));
+        (*log)->post_receive(0, record_of("recv", count + 1));
         const std::string words = received().message();
         EXPECT_THAT(words, HasSubstr("rank 0 called send of 4"));
         EXPECT_THAT(words, HasSubstr(text("rank 1 called recv of {}", count + 1)));
       }
-      (*board)->post(record_of("all_reduce", 7));
+      (*log)->post(record_of("all_reduce", 7));
       EXPECT_EQ(compared().message(), "");
     }
     if (is_sender)
-      (*board)->post_send(1, record_of("send", 9));
+      (*log)->post_send(1, record_of("send", 9));
     else
-      (*board)->post_receive(0, record_of("recv", 9));
+      (*log)->post_receive(0, record_of("recv", 9));
     if (!is_sender) EXPECT_EQ(received().message(), "");
-    (*board)->post(record_of("all_reduce", is_sender ? 1 : 2));
+    (*log)->post(record_of("all_reduce", is_sender ? 1 : 2));
     EXPECT_THAT(compared().message(), HasSubstr("collective 3: rank 0 called all_reduce of 1"));
-    (*board)->post(record_of("all_reduce", 3));
+    (*log)->post(record_of("all_reduce", 3));
     EXPECT_EQ(compared().message(), "");
   });
 }

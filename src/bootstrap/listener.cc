@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bootstrap/door.h"
+#include "bootstrap/listener.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -26,15 +26,15 @@ constexpr const char* kOtherSecret =
     "secret: the one given differs from the other side's, allowed: the same WEFT_JOB_SECRET on all ranks, "
     "and the same id";
 
-// What the door answers: the proof that it knows the key too, or words.
+// What the listener answers: the proof that it knows the key too, or words.
 struct Answer {
   uint32_t is_welcome;
   uint32_t bytes;
 };
 
-Proof prove_for(const std::string& key, std::string_view role, const Nonce& doors, const Claim& claim) {
+Proof prove_for(const std::string& key, std::string_view role, const Nonce& challenge, const Claim& claim) {
   return prove(key, role,
-               {bytes_of(doors),
+               {bytes_of(challenge),
                 bytes_of(claim.nonce),
                 {reinterpret_cast<const char*>(&claim.rank), sizeof claim.rank},
                 {reinterpret_cast<const char*>(&claim.size), sizeof claim.size}});
@@ -44,7 +44,7 @@ bool answer(Stream& stream, bool is_welcome, std::string_view bytes) {
   const Answer head{is_welcome, static_cast<uint32_t>(bytes.size())};
   std::string all(reinterpret_cast<const char*>(&head), sizeof head);
   all += bytes;
-  // A fresh connection has room for this: nobody can make the door wait.
+  // A fresh connection has room for this: nobody can make the listener wait.
   return send_all(stream, all.data(), all.size(), Deadline::after_s(0)) == Moved::kAll;
 }
 
@@ -109,31 +109,31 @@ Moved receive_all(Stream& stream, void* data, size_t bytes, Deadline until) {
   return Moved::kAll;
 }
 
-void Door::close() {
-  listener_.close();
+void Listener::close() {
+  socket_.close();
   pending_.clear();
 }
 
-bool Door::has_room() const {
+bool Listener::has_room() const {
   return pending_.size() < kPending || pending_.front().until.left_s() < kSilence_s - kYoung_s;
 }
 
-void Door::add_to(std::vector<pollfd>& entries) const {
-  if (listener_.is_open() && has_room()) entries.push_back({listener_.get(), POLLIN, 0});
+void Listener::add_to(std::vector<pollfd>& entries) const {
+  if (socket_.is_open() && has_room()) entries.push_back({socket_.get(), POLLIN, 0});
   for (const Pending& pending : pending_) entries.push_back({pending.stream.fd(), POLLIN, 0});
 }
 
-std::vector<Guest> Door::serve() {
-  std::vector<Guest> guests;
-  if (listener_.is_open()) accept_some();
+std::vector<Client> Listener::serve() {
+  std::vector<Client> clients;
+  if (socket_.is_open()) accept_some();
   for (auto at = pending_.begin(); at != pending_.end();)
-    at = hear(*at, guests) && !at->until.passed() ? std::next(at) : pending_.erase(at);
-  return guests;
+    at = hear(*at, clients) && !at->until.passed() ? std::next(at) : pending_.erase(at);
+  return clients;
 }
 
-void Door::accept_some() {
+void Listener::accept_some() {
   for (int i = 0; i < kAcceptsPerTurn && has_room(); ++i) {
-    FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    FileDescriptor socket(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.is_open()) {
       // Where no descriptor is left, one who has said nothing makes place.
       if ((errno == EMFILE || errno == ENFILE) && !pending_.empty()) pending_.pop_front();
@@ -146,8 +146,8 @@ void Door::accept_some() {
   }
 }
 
-// False when the connection has ended here: it is a guest, or gone.
-bool Door::hear(Pending& pending, std::vector<Guest>& guests) {
+// False when the connection has ended here: it is a client, or gone.
+bool Listener::hear(Pending& pending, std::vector<Client>& clients) {
   if (!pending.is_challenged) return challenge(pending);
   Claim& claim = pending.claim;
   while (pending.bytes < sizeof claim) {
@@ -162,13 +162,13 @@ bool Door::hear(Pending& pending, std::vector<Guest>& guests) {
     answer(pending.stream, false, kOtherSecret);
     return false;
   }
-  guests.push_back(
+  clients.push_back(
       {std::move(pending.stream), claim.rank, claim.size, prove_for(key_, "welcome", pending.nonce, claim)});
   return false;
 }
 
 // Once both sides have shaken hands; false where that fails.
-bool Door::challenge(Pending& pending) {
+bool Listener::challenge(Pending& pending) {
   const Stream::Hands hands = pending.stream.shake_hands();
   if (hands == Stream::Hands::kNotYet) return true;
   if (hands == Stream::Hands::kRefused) {
@@ -183,7 +183,7 @@ bool Door::challenge(Pending& pending) {
 }
 
 // Says so here, at most once a second.
-void Door::turn_away(Pending& pending, const std::string& why) {
+void Listener::turn_away(Pending& pending, const std::string& why) {
   ++refused_;
   if (from_.size() < kAddressesTold) from_.insert(name_of_peer(pending.stream.fd(), false));
   if (const uint64_t times = turned_away_.count())
@@ -191,27 +191,27 @@ void Door::turn_away(Pending& pending, const std::string& why) {
              name_of_peer(pending.stream.fd(), true), why, times);
 }
 
-std::string Door::account() const {
+std::string Listener::account() const {
   if (refused_ == 0) return "";
   std::string from;
   for (const std::string& one : from_) from += (from.empty() ? "" : ", ") + one;
   return text("; refused {} without the secret, from {}", refused_, from);
 }
 
-bool Door::welcome(Guest& guest) {
-  return answer(guest.stream, true, bytes_of(guest.welcome));
+bool Listener::welcome(Client& client) {
+  return answer(client.stream, true, bytes_of(client.welcome));
 }
 
-void Door::refuse(Guest& guest, const std::string& why) {
-  answer(guest.stream, false, std::string_view(why).substr(0, kWordsMax));
+void Listener::refuse(Client& client, const std::string& why) {
+  answer(client.stream, false, std::string_view(why).substr(0, kWordsMax));
 }
 
 namespace {
 
 // One caller's way in: tries to connect until the deadline.
-class Knocking {
+class Connecting {
  public:
-  Knocking(const Caller& caller, Deadline until)
+  Connecting(const Caller& caller, Deadline until)
       : caller_(caller), limit_s_(until.left_s()), until_(until), patience_(until) {}
 
   Result<Stream> run() {
@@ -271,7 +271,7 @@ class Knocking {
     return socket;
   }
 
-  // One try on a connection; `refusal` is what the door, or TLS, has against this caller.
+  // One try on a connection; `refusal` is what the listener, or TLS, has against this caller.
   Moved introduce(Stream& stream, Status& refusal) const {
     Stream::Hands hands;
     while ((hands = stream.shake_hands()) == Stream::Hands::kNotYet)
@@ -311,8 +311,8 @@ class Knocking {
 
 }  // namespace
 
-Result<Stream> knock(const Caller& caller, Deadline until) {
-  return Knocking(caller, until).run();
+Result<Stream> connect_to(const Caller& caller, Deadline until) {
+  return Connecting(caller, until).run();
 }
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large calls over ports, whose buffers are lent to the network for the time of the call."""
+"""Large calls over ports, whose buffers are registered at the network for the time of the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S, STOP_S = 2.0, 6.0  # the stop outlasts the deadline and the second f
 
 
 def _large_calls(rank: Rank) -> None:
-    """Calls whose buffers are lent to the network; sources change as soon as a call is over."""
+    """Calls whose buffers are registered for their time; sources change as soon as a call is over."""
     comm = Communicator(rank.group, timeout_s=60)
     # of four ranks: whole units of 16 bytes in every part, and parts that end within a unit
     for dtype, elems in ((torch.float32, 1 << 16), (torch.float32, 70_001), (torch.uint8, 300_007)):
@@ -76,7 +76,7 @@ def _large_until_one_dies(rank: Rank) -> str:
     with pytest.raises(weft.PeerLost) as raised:
         while True:
             comm.all_to_all(data, out=torch.empty_like(data))
-    del data  # nothing reads or writes what was lent
+    del data  # nothing reads or writes what was registered
     return str(raised.value)
 
 
@@ -120,14 +120,14 @@ def test_memory_of_a_failed_call_is_its_users_again(after_s: float, monkeypatch:
     assert f"rank {STOPPED}" in messages[1 - STOPPED], messages
 
 
-# What an odd rank calls, and what the others do: large enough to be lent, or not.
+# What an odd rank calls, and what the others do: large enough to be registered, or not.
 DIFFERENT: dict[str, tuple[Callable[[Collectives, bool], object], str, str]] = {
-    "both lent": (
+    "both registered": (
         lambda c, odd: c.all_to_all(torch.ones(c.size, 1 << (18 if odd else 19))),
         "all_to_all of 262144 float32",
         "all_to_all of 524288 float32",
     ),
-    "one lent": (
+    "one registered": (
         lambda c, odd: c.all_to_all(torch.ones(c.size, 1 << (12 if odd else 15))),
         "all_to_all of 4096 float32",
         "all_to_all of 32768 float32",

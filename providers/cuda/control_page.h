@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What rails of the provider `cuda` share in memory of the host. Each rail has a board, which peers of the same user read:
-// its registrations, and places where they say hello. A rail that writes to another makes a lane to it: words and
-// messages to the reader, requests that the reader carries out, and its replies. The writer's GPU stores the words,
-// behind its copies.
-//   board:  owner writes exports; peers write hellos          lane:  one writer, one reader
+// What rails of the provider `cuda` share in memory of the host. Each rail has a control page, which peers of the same
+// user read: its registrations, and places where they say hello. A rail that writes to another makes a lane to it:
+// words and messages to the reader, requests that the reader carries out, and its replies. The writer's GPU stores the
+// words, behind its copies.
+//   page:  owner writes exports; peers write hellos          lane:  one writer, one reader
 // Counters of a lane only grow. Each is written by one side, and stands in a cache line of its own.
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr uint32_t kHandleBytes = 64;
 
 // How a rail is found: its address, and what it says when it says hello.
 struct Contact {
-  SharedMemory::Name board;
+  SharedMemory::Name page;
   Neighbour memory;     // for copies between processes
   ProcessName process;  // for its end
 };
@@ -61,7 +61,7 @@ struct Hello {
   Contact from;
 };
 
-struct Board {
+struct ControlPage {
   uint64_t key;                      // SharedMemory's
   std::atomic<uint32_t> next_hello;  // the place of the next one
   std::atomic<uint32_t> hellos_put;  // grows after a hello was written

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what an analysis of an algorithm found, for the next time that it is asked about the same one.
+"""Caches what an analysis finds of an algorithm.
 
-@kept
+@cached
 def direct_messages(algorithm: Algorithm) -> DirectMessages: ...
 """
 
@@ -17,12 +17,12 @@ _MOST_KNOWN = 256
 _Found = TypeVar("_Found")
 
 
-def kept(analyse: Callable[[Algorithm], _Found]) -> Callable[[Algorithm], _Found]:
+def cached(analyse: Callable[[Algorithm], _Found]) -> Callable[[Algorithm], _Found]:
     """Return ``analyse``, made once for an algorithm: by identity, so it must not change afterwards. Threads: any."""
     known: dict[int, tuple[Algorithm, _Found]] = {}  # by id(); holds the algorithm, so that it stays its own
 
     @functools.wraps(analyse)
-    def kept_or_analysed(algorithm: Algorithm) -> _Found:
+    def cached_or_analysed(algorithm: Algorithm) -> _Found:
         held = known.get(id(algorithm))
         if held is None:
             if len(known) >= _MOST_KNOWN:
@@ -30,4 +30,4 @@ def kept(analyse: Callable[[Algorithm], _Found]) -> Callable[[Algorithm], _Found
             held = known[id(algorithm)] = algorithm, analyse(algorithm)
         return held[1]
 
-    return kept_or_analysed
+    return cached_or_analysed

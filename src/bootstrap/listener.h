@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Door lets connections in that prove to know its key, and nobody else; knock() is the other side.
-//   Door door(std::move(listener), key);
-//   door.add_to(entries); ::poll(entries...); for (Guest& guest : door.serve()) door.welcome(guest);
-//   WEFT_TRY_ASSIGN(Stream stream, knock({{address}, key, rank, size, "rank 0"}, until));      // elsewhere
-// The key is never sent. Wire format, in the host's byte order, on a Stream (base/stream.h): the door says Challenge; who knocks answers
-// Claim, whose proof is over the nonces of both, rank and size; the door answers with a Welcome and its own
-// proof, or with a refusal in words. A claim answers one challenge, so it cannot be used again. Whoever says
-// nothing for kSilence_s is dropped, and of more than kPending who have not proven anything the oldest:
-// strangers delay those who belong here, and do not keep them out. Threads: one at a time.
+// A Listener accepts connections whose other side proves to know its key. connect_to() is that other side.
+//   Listener listener(std::move(socket), key);
+//   listener.add_to(entries); ::poll(entries...); for (Client& client : listener.serve()) listener.welcome(client);
+//   WEFT_TRY_ASSIGN(Stream stream, connect_to({{address}, key, rank, size, "rank 0"}, until));      // elsewhere
+// The key is never sent. Wire format, in the host's byte order, on a Stream (base/stream.h):
+//   1. The listener sends Challenge.
+//   2. The client answers Claim. Its proof is over the nonces of both, rank and size.
+//   3. The listener answers with its own proof, or with a refusal in words.
+// A claim answers one challenge, so it cannot be used again. A connection that is silent for kSilence_s is dropped. So
+// is the oldest of more than kPending connections that have proven nothing: strangers delay clients, but do not keep
+// them out. Threads: one at a time.
 #pragma once
 
 #include <netinet/in.h>
@@ -46,29 +48,29 @@ struct Claim {
 };
 static_assert(sizeof(Challenge) == 24 && sizeof(Claim) == 64);
 
-struct Guest {
+struct Client {
   Stream stream;
   int rank = 0;
   int size = 0;
   Proof welcome{};
 };
 
-class Door {
+class Listener {
  public:
   static constexpr size_t kPending = 256;
   static constexpr double kSilence_s = 5;
 
-  Door(FileDescriptor listener, std::string key) : listener_(std::move(listener)), key_(std::move(key)) {}
+  Listener(FileDescriptor socket, std::string key) : socket_(std::move(socket)), key_(std::move(key)) {}
 
-  bool is_open() const { return listener_.is_open(); }
+  bool is_open() const { return socket_.is_open(); }
   void close();  // also drops who has not proven anything yet
 
   void add_to(std::vector<pollfd>& entries) const;
-  // Takes what has come, without waiting. Returns who has proven to know the key; each is to be given one of
+  // Reads what has come, without waiting. Returns clients that have proven to know the key. Each of them gets one of
   // the two answers below.
-  std::vector<Guest> serve();
-  static bool welcome(Guest& guest);  // false: it is gone
-  static void refuse(Guest& guest, const std::string& why);
+  std::vector<Client> serve();
+  static bool welcome(Client& client);  // false: it is gone
+  static void refuse(Client& client, const std::string& why);
   // "; refused 3 without the secret, from 10.0.0.7, 10.0.0.9", for the message that says who is missing; or nothing.
   std::string account() const;
 
@@ -85,11 +87,11 @@ class Door {
 
   bool has_room() const;
   void accept_some();
-  bool hear(Pending& pending, std::vector<Guest>& guests);
+  bool hear(Pending& pending, std::vector<Client>& clients);
   bool challenge(Pending& pending);
   void turn_away(Pending& pending, const std::string& why);
 
-  FileDescriptor listener_;
+  FileDescriptor socket_;
   const std::string key_;
   std::list<Pending> pending_;  // oldest first
   LogLimiter turned_away_;
@@ -103,7 +105,7 @@ union SocketAddress {
   sockaddr_in6 v6;
 };
 
-// Who wants to come in, and where.
+// A client before it is connected, and the addresses of the listener.
 struct Caller {
   std::vector<SocketAddress> addresses;  // of one listener; each is tried
   std::string key;
@@ -113,7 +115,7 @@ struct Caller {
   std::string hint = "";  // for people, where nobody answers
 };
 // Connects, and proves to know the key; connects again when it is dropped before it could. Errors: kInvalid
-// with the door's words when it refuses, also for another key; kPeerLost when nobody listens or answers.
-Result<Stream> knock(const Caller& caller, Deadline until);
+// with the listener's words when it refuses, also for another key; kPeerLost when nobody listens or answers.
+Result<Stream> connect_to(const Caller& caller, Deadline until);
 
 }  // namespace weft

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who is let in where ranks meet: those who know the key, whoever else knocks at the same time.
-#include "bootstrap/door.h"
+// Connections are accepted from clients that know the key, whoever else connects at the same time; and the rendezvous
+// behind such a listener.
+#include "bootstrap/listener.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -64,19 +65,19 @@ Stream shaken(FileDescriptor socket, Stream::Side side) {
   return std::move(*stream);
 }
 
-// A door on a thread, which welcomes everybody who knows the key.
+// A listener on a thread, which welcomes everybody who knows the key.
 class Gate {
  public:
-  explicit Gate(std::string key) : door_(listener(), std::move(key)) {
+  explicit Gate(std::string key) : listener_(listener(), std::move(key)) {
     thread_ = std::thread([this] {
       while (!stop_) {
         std::vector<pollfd> entries;
-        door_.add_to(entries);
+        listener_.add_to(entries);
         ::poll(entries.data(), entries.size(), 5);
-        for (Guest& guest : door_.serve()) {
-          Door::welcome(guest);
-          guests_.push_back(std::move(guest));
-          came_ = guests_.size();
+        for (Client& client : listener_.serve()) {
+          Listener::welcome(client);
+          clients_.push_back(std::move(client));
+          came_ = clients_.size();
         }
       }
     });
@@ -87,8 +88,8 @@ class Gate {
   }
   size_t came() const { return came_; }
   const SocketAddress& address() const { return address_; }
-  Result<Stream> knock_with(const std::string& key, double limit_s = 20) const {
-    return knock({{address_}, key, 3, 4, "the gate"}, Deadline::after_s(limit_s));
+  Result<Stream> connect_with(const std::string& key, double limit_s = 20) const {
+    return connect_to({{address_}, key, 3, 4, "the gate"}, Deadline::after_s(limit_s));
   }
   FileDescriptor stranger() const {
     FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -109,26 +110,26 @@ class Gate {
   }
 
   SocketAddress address_{};
-  Door door_;
-  std::vector<Guest> guests_;
+  Listener listener_;
+  std::vector<Client> clients_;
   std::atomic<size_t> came_ = 0;
   std::atomic<bool> stop_ = false;
   std::thread thread_;
 };
 
-const std::string kKey = "the key of this meeting";
+const std::string kKey = "the key of this rendezvous";
 
-TEST(Door, LetsInWhoKnowsTheKey) {
+TEST(Listener, LetsInWhoKnowsTheKey) {
   Gate gate(kKey);
-  const auto socket = gate.knock_with(kKey);
+  const auto socket = gate.connect_with(kKey);
   ASSERT_TRUE(socket.ok()) << socket.status().message();
   EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return gate.came() == 1; }));
 }
 
-TEST(Door, TellsWhoHasAnotherKeyOrNone) {
+TEST(Listener, TellsWhoHasAnotherKeyOrNone) {
   Gate gate(kKey);
   for (const char* wrong : {"", "the key of another one"}) {
-    const auto socket = gate.knock_with(wrong);
+    const auto socket = gate.connect_with(wrong);
     EXPECT_EQ(socket.status().code(), Code::kInvalid);
     EXPECT_THAT(socket.status().message(), HasSubstr("WEFT_JOB_SECRET"));
   }
@@ -136,7 +137,7 @@ TEST(Door, TellsWhoHasAnotherKeyOrNone) {
 }
 
 // Somebody in between has heard all of it, and says it again.
-TEST(Door, AClaimThatWasOverheardIsWorthNothing) {
+TEST(Listener, AClaimThatWasOverheardIsWorthNothing) {
   Gate gate(kKey);
   Challenge first{};
   Claim claim{};
@@ -148,7 +149,7 @@ TEST(Door, AClaimThatWasOverheardIsWorthNothing) {
   ASSERT_EQ(::bind(listener.get(), &between.any, bytes), 0);
   ASSERT_EQ(::listen(listener.get(), 1), 0);
   ASSERT_EQ(::getsockname(listener.get(), &between.any, &bytes), 0);
-  std::thread rank([&] { (void)knock({{between}, kKey, 3, 4, "the gate"}, Deadline::after_s(3)); });
+  std::thread rank([&] { (void)connect_to({{between}, kKey, 3, 4, "the gate"}, Deadline::after_s(3)); });
   const Deadline soon = Deadline::after_s(10);
   {
     Stream theirs =
@@ -171,7 +172,7 @@ TEST(Door, AClaimThatWasOverheardIsWorthNothing) {
   EXPECT_EQ(gate.came(), 0u);
 }
 
-TEST(Door, IgnoresGarbage) {
+TEST(Listener, IgnoresGarbage) {
   Gate gate(kKey);
   std::mt19937 random(5);
   for (int i = 0; i < 100; ++i) {
@@ -180,17 +181,17 @@ TEST(Door, IgnoresGarbage) {
     const FileDescriptor stranger = gate.stranger();
     (void)!::send(stranger.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   }
-  EXPECT_TRUE(gate.knock_with(kKey).ok());
+  EXPECT_TRUE(gate.connect_with(kKey).ok());
   EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return gate.came() == 1; }));
 }
 
-TEST(Door, DropsWhoSaysNothing) {
+TEST(Listener, DropsWhoSaysNothing) {
   Gate gate(kKey);
   const std::vector<std::string> words = {"", "?"};
   for (const std::string& word : words) {
     const FileDescriptor silent = gate.stranger();
     (void)!::send(silent.get(), word.data(), word.size(), MSG_NOSIGNAL);
-    const timeval most{static_cast<time_t>(Door::kSilence_s) + 20, 0};
+    const timeval most{static_cast<time_t>(Listener::kSilence_s) + 20, 0};
     setsockopt(silent.get(), SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
     char bytes[sizeof(Opening) + 1];
     ssize_t got = 1;
@@ -199,11 +200,11 @@ TEST(Door, DropsWhoSaysNothing) {
   }
   Stream silent = shaken(gate.stranger(), Stream::Side::kCaller);
   char bytes[sizeof(Challenge) + 1];
-  const Deadline until = Deadline::after_s(Door::kSilence_s + 20);
+  const Deadline until = Deadline::after_s(Listener::kSilence_s + 20);
   EXPECT_EQ(receive_all(silent, bytes, sizeof bytes, until), Moved::kGone);
 }
 
-TEST(Door, AFloodOfSilentAndWrongConnectionsKeepsNobodyOut) {
+TEST(Listener, AFloodOfSilentAndWrongConnectionsKeepsNobodyOut) {
   Gate gate(kKey);
   std::atomic<bool> stop = false;
   std::atomic<int> came = 0;
@@ -218,28 +219,28 @@ TEST(Door, AFloodOfSilentAndWrongConnectionsKeepsNobodyOut) {
   });
   wait_until(Deadline::after_s(20), [&] { return came > 300; });
   for (int i = 0; i < 4; ++i) {
-    const auto socket = gate.knock_with(kKey, 60);
+    const auto socket = gate.connect_with(kKey, 60);
     EXPECT_TRUE(socket.ok()) << socket.status().message();
   }
   stop = true;
   flood.join();
 }
 
-// ---- meetings, which stand behind such a door
+// ---- rendezvous, which stand behind such a listener
 
-TEST(Meeting, RefusesAnotherJobsSecretAndTakesTheRightOne) {
+TEST(Rendezvous, RefusesAnotherJobsSecretAndTakesTheRightOne) {
   setenv("WEFT_JOB_SECRET", "the secret of one job", 1);
   config_reload();
-  const auto ticket = open_meeting("lo");
-  ASSERT_TRUE(ticket.ok()) << ticket.status().message();
+  const auto unique_id = open_rendezvous("lo");
+  ASSERT_TRUE(unique_id.ok()) << unique_id.status().message();
   setenv("WEFT_JOB_SECRET", "the secret of another", 1);
   config_reload();
-  const auto wrong = join_meeting(*ticket, 0, 1, Deadline::after_s(10));
+  const auto wrong = join_rendezvous(*unique_id, 0, 1, Deadline::after_s(10));
   EXPECT_EQ(wrong.status().code(), Code::kInvalid);
   EXPECT_THAT(wrong.status().message(), HasSubstr("WEFT_JOB_SECRET"));
   setenv("WEFT_JOB_SECRET", "the secret of one job", 1);
   config_reload();
-  const auto right = join_meeting(*ticket, 0, 1, Deadline::after_s(10));
+  const auto right = join_rendezvous(*unique_id, 0, 1, Deadline::after_s(10));
   unsetenv("WEFT_JOB_SECRET");
   config_reload();
   ASSERT_TRUE(right.ok()) << right.status().message();
@@ -248,26 +249,26 @@ TEST(Meeting, RefusesAnotherJobsSecretAndTakesTheRightOne) {
   EXPECT_EQ((*all)[0], "here");
 }
 
-TEST(Meeting, AnotherTicketsKeyIsRefused) {
-  const auto ticket = open_meeting("lo");
-  ASSERT_TRUE(ticket.ok());
-  MeetingTicket forged = *ticket;
+TEST(Rendezvous, AnotherIdsKeyIsRefused) {
+  const auto unique_id = open_rendezvous("lo");
+  ASSERT_TRUE(unique_id.ok());
+  UniqueId forged = *unique_id;
   forged.key[1] ^= 1;
-  EXPECT_EQ(join_meeting(forged, 0, 1, Deadline::after_s(10)).status().code(), Code::kInvalid);
-  EXPECT_TRUE(join_meeting(*ticket, 0, 1, Deadline::after_s(10)).ok());
+  EXPECT_EQ(join_rendezvous(forged, 0, 1, Deadline::after_s(10)).status().code(), Code::kInvalid);
+  EXPECT_TRUE(join_rendezvous(*unique_id, 0, 1, Deadline::after_s(10)).ok());
 }
 
-// What a rank of a meeting hears of others.
-struct Listener {
+// What a rank of a rendezvous hears of others.
+struct Member {
   std::mutex mutex;
   std::vector<std::string> heard;
-  std::shared_ptr<MeetingBootstrap> meeting;  // goes first: its thread tells until then
+  std::shared_ptr<RendezvousBootstrap> rendezvous;  // goes first: its thread tells until then
 
-  Listener(const MeetingTicket& ticket, int rank, int size) {
-    auto joined = join_meeting(ticket, rank, size, Deadline::after_s(10));
+  Member(const UniqueId& unique_id, int rank, int size) {
+    auto joined = join_rendezvous(unique_id, rank, size, Deadline::after_s(10));
     if (!joined.ok()) throw std::runtime_error(joined.status().message());
-    meeting = *joined;
-    meeting->on_lost([this](int peer, const std::string& how) {
+    rendezvous = *joined;
+    rendezvous->on_lost([this](int peer, const std::string& how) {
       std::lock_guard lock(mutex);
       heard.push_back(text("rank {} {}", peer, how));
     });
@@ -285,58 +286,58 @@ struct Listener {
 };
 
 // A rank without a thread, which may end as it likes.
-Stream plain_rank(const MeetingTicket& ticket, int rank, int size) {
+Stream plain_rank(const UniqueId& unique_id, int rank, int size) {
   SocketAddress address{};
   address.v4.sin_family = AF_INET;
-  address.v4.sin_port = htons(ticket.port);
-  std::memcpy(&address.v4.sin_addr, ticket.address, 4);
-  const std::string key(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key);
-  auto stream = knock({{address}, key, rank, size, "the meeting"}, Deadline::after_s(10));
+  address.v4.sin_port = htons(unique_id.port);
+  std::memcpy(&address.v4.sin_addr, unique_id.address, 4);
+  const std::string key(reinterpret_cast<const char*>(unique_id.key), sizeof unique_id.key);
+  auto stream = connect_to({{address}, key, rank, size, "the rendezvous"}, Deadline::after_s(10));
   return stream.ok() ? std::move(*stream) : Stream();
 }
 
-TEST(Meeting, TellsEverybodyWhoIsLost) {
-  const MeetingTicket ticket = *open_meeting("lo");
-  Listener zero(ticket, 0, 3), one(ticket, 1, 3);
-  Stream two = plain_rank(ticket, 2, 3);
+TEST(Rendezvous, TellsEverybodyWhoIsLost) {
+  const UniqueId unique_id = *open_rendezvous("lo");
+  Member zero(unique_id, 0, 3), one(unique_id, 1, 3);
+  Stream two = plain_rank(unique_id, 2, 3);
   ASSERT_TRUE(two.is_open());
   two.close();
   EXPECT_TRUE(zero.hears("rank 2 closed its connection;")) << zero.all();
   EXPECT_TRUE(one.hears("rank 2 closed its connection;")) << one.all();
-  const auto all = zero.meeting->all_gather("mine", Deadline::after_s(60));
+  const auto all = zero.rendezvous->all_gather("mine", Deadline::after_s(60));
   EXPECT_EQ(all.status().code(), Code::kPeerLost);
   EXPECT_THAT(all.status().message(), HasSubstr("rank 2 (which closed its connection)"));
 }
 
-TEST(Meeting, WhoKnowsHowItDiedIsHeardBeforeWhoMissesIt) {
-  const MeetingTicket ticket = *open_meeting("lo");
-  Listener zero(ticket, 0, 3), one(ticket, 1, 3);
-  Stream two = plain_rank(ticket, 2, 3);
-  zero.meeting->report(2, "is lost: silent for 10 s", false);
+TEST(Rendezvous, WhoKnowsHowItDiedIsHeardBeforeWhoMissesIt) {
+  const UniqueId unique_id = *open_rendezvous("lo");
+  Member zero(unique_id, 0, 3), one(unique_id, 1, 3);
+  Stream two = plain_rank(unique_id, 2, 3);
+  zero.rendezvous->report(2, "is lost: silent for 10 s", false);
   two.close();
-  one.meeting->report(2, "was killed by signal 9", true);
+  one.rendezvous->report(2, "was killed by signal 9", true);
   EXPECT_TRUE(zero.hears("rank 2 was killed by signal 9;")) << zero.all();
   EXPECT_TRUE(one.hears("rank 2 was killed by signal 9;")) << one.all();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(zero.all(), "rank 2 was killed by signal 9;");
 }
 
-TEST(Meeting, ARankThatWasGivenUpIsTold) {
-  const MeetingTicket ticket = *open_meeting("lo");
-  Listener zero(ticket, 0, 2), one(ticket, 1, 2);
-  zero.meeting->report(1, "is lost: silent for 10 s", false);
+TEST(Rendezvous, ARankThatWasGivenUpIsTold) {
+  const UniqueId unique_id = *open_rendezvous("lo");
+  Member zero(unique_id, 0, 2), one(unique_id, 1, 2);
+  zero.rendezvous->report(1, "is lost: silent for 10 s", false);
   EXPECT_TRUE(one.hears("rank 1 is lost: silent for 10 s;")) << one.all();
 }
 
-TEST(Meeting, WhoLeavesIsNotLost) {
-  const MeetingTicket ticket = *open_meeting("lo");
-  Listener zero(ticket, 0, 3), one(ticket, 1, 3);
+TEST(Rendezvous, WhoLeavesIsNotLost) {
+  const UniqueId unique_id = *open_rendezvous("lo");
+  Member zero(unique_id, 0, 3), one(unique_id, 1, 3);
   {
-    Listener two(ticket, 2, 3);
+    Member two(unique_id, 2, 3);
   }
-  const auto all = one.meeting->all_gather("mine", Deadline::after_s(60));
+  const auto all = one.rendezvous->all_gather("mine", Deadline::after_s(60));
   EXPECT_THAT(all.status().message(), HasSubstr("rank 2 (which has left)"));
-  zero.meeting.reset();
+  zero.rendezvous.reset();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(one.all(), "");
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What strangers of this host can do to the sockets over which ranks give each other descriptors: nothing.
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -31,7 +31,7 @@ constexpr uint64_t kFirstCall = 256 + 1;  // what the first all_gather() of the 
 constexpr double kLong_s = 30;            // a deadline that nobody meets here
 constexpr double kShort_s = 0.3;          // ... and one that everybody does
 
-struct Header {  // of parcel_exchange.cc
+struct Header {  // of fd_exchange.cc
   uint64_t magic = 0x3154464557ull;
   uint64_t key = 0;
   uint64_t sequence = kFirstCall;
@@ -39,7 +39,7 @@ struct Header {  // of parcel_exchange.cc
   uint32_t bytes = 0;
 };
 
-std::pair<sockaddr_un, socklen_t> name_of(const ParcelAddress& to) {
+std::pair<sockaddr_un, socklen_t> name_of(const FdAddress& to) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
   const size_t chars = std::strlen(to.socket_name);
@@ -48,7 +48,7 @@ std::pair<sockaddr_un, socklen_t> name_of(const ParcelAddress& to) {
 }
 
 // Sends a datagram with descriptors as a stranger would. False where the kernel refuses it.
-bool send_to(const ParcelAddress& to, const std::string& bytes, const std::vector<int>& fds, int flags = 0) {
+bool send_to(const FdAddress& to, const std::string& bytes, const std::vector<int>& fds, int flags = 0) {
   const FileDescriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   auto [name, length] = name_of(to);
   iovec part{const_cast<char*>(bytes.data()), bytes.size()};
@@ -70,7 +70,7 @@ bool send_to(const ParcelAddress& to, const std::string& bytes, const std::vecto
   return sendmsg(socket.get(), &message, flags) == static_cast<ssize_t>(bytes.size());
 }
 
-std::string forged(const ParcelAddress& to, std::string_view bytes = {}) {
+std::string forged(const FdAddress& to, std::string_view bytes = {}) {
   Header header;
   header.key = to.key;
   header.bytes = static_cast<uint32_t>(bytes.size());
@@ -83,22 +83,22 @@ size_t open_descriptors() {
 }
 
 // Two ranks of this process that have met.
-class ParcelExchangeTest : public ::testing::Test {
+class FdExchangeTest : public ::testing::Test {
  protected:
-  ParcelExchangeTest() {
+  FdExchangeTest() {
     set_log_sink([this](LogLevel level, const std::string& line) {
       std::lock_guard lock(mutex_);
       if (level == LogLevel::kWarn) warnings_.push_back(line);
     });
-    for (int rank = 0; rank < 2; ++rank) ranks_.push_back(std::move(*ParcelExchange::open(rank)));
+    for (int rank = 0; rank < 2; ++rank) ranks_.push_back(std::move(*FdExchange::open(rank)));
     for (auto& rank : ranks_) {
       EXPECT_TRUE(rank->connect({ranks_[0]->address(), ranks_[1]->address()}).ok());
       rank->begin_call();
     }
   }
-  ~ParcelExchangeTest() override { set_log_sink({}); }
+  ~FdExchangeTest() override { set_log_sink({}); }
 
-  Result<std::vector<Parcel>> gather(int rank, const Parcel& mine, double limit_s = kLong_s) {
+  Result<std::vector<FdMessage>> gather(int rank, const FdMessage& mine, double limit_s = kLong_s) {
     return ranks_[rank]->all_gather(mine, "test", Deadline::after_s(limit_s));
   }
   // What rank 0 gets of rank 1 once both have called.
@@ -113,14 +113,14 @@ class ParcelExchangeTest : public ::testing::Test {
     return warnings_;
   }
 
-  std::vector<std::unique_ptr<ParcelExchange>> ranks_;
+  std::vector<std::unique_ptr<FdExchange>> ranks_;
   std::mutex mutex_;
   std::vector<std::string> warnings_;
 };
 
-TEST_F(ParcelExchangeTest, AnotherUserWithTheKeyIsNoRank) {
+TEST_F(FdExchangeTest, AnotherUserWithTheKeyIsNoRank) {
   if (!can_be_another_user()) GTEST_SKIP() << "only root can become another user";
-  const ParcelAddress to = ranks_[0]->address();
+  const FdAddress to = ranks_[0]->address();
   ASSERT_EQ(as_another_user([&] { return send_to(to, forged(to, "forged"), {0, 0}) ? 0 : 1; }), 0);
   const auto alone = gather(0, {"mine", {}}, kShort_s);
   EXPECT_THAT(alone.status().message(), HasSubstr("for rank 1"));
@@ -158,9 +158,9 @@ struct Lingering {
 };
 
 // The close of a stranger's socket would hold the rank for an hour.
-TEST_F(ParcelExchangeTest, DescriptorsThatTakeLongToCloseHoldNobody) {
+TEST_F(FdExchangeTest, DescriptorsThatTakeLongToCloseHoldNobody) {
   if (!can_be_another_user()) GTEST_SKIP() << "only root can become another user";
-  const ParcelAddress to = ranks_[0]->address();
+  const FdAddress to = ranks_[0]->address();
   const size_t before = open_descriptors();
   {
     Lingering slow;
@@ -178,9 +178,9 @@ TEST_F(ParcelExchangeTest, DescriptorsThatTakeLongToCloseHoldNobody) {
   EXPECT_TRUE(wait_until(Deadline::after_s(kLong_s), [&] { return open_descriptors() == before; }));
 }
 
-TEST_F(ParcelExchangeTest, RefusedDescriptorsAreAllClosedAndSaidOnce) {
+TEST_F(FdExchangeTest, RefusedDescriptorsAreAllClosedAndSaidOnce) {
   const size_t before = open_descriptors();
-  const ParcelAddress to = ranks_[0]->address();
+  const FdAddress to = ranks_[0]->address();
   constexpr int kTimes = 20;
   for (int i = 0; i < kTimes; ++i) {
     // Of this user, with the key: two descriptors, as many as there can be, and bytes that are not there.
@@ -197,8 +197,8 @@ TEST_F(ParcelExchangeTest, RefusedDescriptorsAreAllClosedAndSaidOnce) {
   EXPECT_THAT(warnings()[0], HasSubstr("is refused: it is not one of this version's (1 so far)"));
 }
 
-TEST_F(ParcelExchangeTest, WhoDoesNotKnowTheKeyDoesNotReachTheQueue) {
-  const ParcelAddress to = ranks_[0]->address();
+TEST_F(FdExchangeTest, WhoDoesNotKnowTheKeyDoesNotReachTheQueue) {
+  const FdAddress to = ranks_[0]->address();
   std::string almost = forged(to);
   almost[15] ^= 1;               // of the key
   for (int i = 0; i < 100; ++i)  // a queue holds some ten
@@ -208,8 +208,8 @@ TEST_F(ParcelExchangeTest, WhoDoesNotKnowTheKeyDoesNotReachTheQueue) {
   EXPECT_THAT(warnings(), ::testing::IsEmpty());
 }
 
-TEST_F(ParcelExchangeTest, WhoTakesTheNameOfADeadRankGetsNothing) {
-  const ParcelAddress of_the_dead = ranks_[1]->address();
+TEST_F(FdExchangeTest, WhoTakesTheNameOfADeadRankGetsNothing) {
+  const FdAddress of_the_dead = ranks_[1]->address();
   ranks_.pop_back();
   const FileDescriptor heir(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   const auto [name, length] = name_of(of_the_dead);

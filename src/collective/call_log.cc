@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/call_board.h"
+#include "collective/call_log.h"
 
 #include <algorithm>
 #include <atomic>
@@ -86,14 +86,14 @@ std::string describe(const CallRecord& record, bool with_algorithm) {
   return out;
 }
 
-Result<std::unique_ptr<CallBoard>> CallBoard::create(Communicator& comm) {
-  std::unique_ptr<CallBoard> board(new CallBoard(comm));
-  WEFT_TRY(logged(board->open(comm)));
-  return board;
+Result<std::unique_ptr<CallLog>> CallLog::create(Communicator& comm) {
+  std::unique_ptr<CallLog> log(new CallLog(comm));
+  WEFT_TRY(logged(log->open(comm)));
+  return log;
 }
 
 // Every rank offers its page, and maps those of the others.
-Status CallBoard::open(Communicator& comm) {
+Status CallLog::open(Communicator& comm) {
   sent_.assign(size_, 0);
   received_.assign(size_, 0);
   pages_.assign(size_, nullptr);
@@ -101,15 +101,15 @@ Status CallBoard::open(Communicator& comm) {
   WEFT_TRY_ASSIGN(ranges_[rank_], make_host_range({{}, Sharing::kHostMemory, 0, page_bytes() + 65536}));
   const uint64_t granularity = ranges_[rank_]->granularity();
   const uint64_t bytes = (page_bytes() + granularity - 1) / granularity * granularity;
-  WEFT_TRY_ASSIGN(Parcel offer, ranges_[rank_]->extend(bytes));
+  WEFT_TRY_ASSIGN(FdMessage offer, ranges_[rank_]->extend(bytes));
   struct Place {
     uint64_t process, local_name;
   };
   const Place mine{process_key(), ranges_[rank_]->local_name()};
   offer.bytes.assign(reinterpret_cast<const char*>(&mine), sizeof mine);
-  comm.parcels().begin_call();
-  WEFT_TRY_ASSIGN(const std::vector<Parcel> all,
-                  comm.parcels().all_gather(offer, "collectives.create", comm.deadline()));
+  comm.fd_exchange().begin_call();
+  WEFT_TRY_ASSIGN(const std::vector<FdMessage> all,
+                  comm.fd_exchange().all_gather(offer, "collectives.create", comm.deadline()));
   for (int rank = 0; rank < size_; ++rank) {
     if (std::ranges::count(comm.mapped_ranks(), rank) == 0) continue;  // its page cannot be read here
     if (rank != rank_) {
@@ -130,8 +130,8 @@ Status CallBoard::open(Communicator& comm) {
 }
 
 // Readers see a record whole: its number is zero while it changes.
-void CallBoard::post_to(CallRecord* kept, uint64_t size, uint64_t number, const CallRecord& record) {
-  CallRecord* to = kept + number % size;
+void CallLog::post_to(CallRecord* records, uint64_t size, uint64_t number, const CallRecord& record) {
+  CallRecord* to = records + number % size;
   Words words;
   std::memcpy(words.data(), &record, sizeof words);
   word(to, 0).store(0, std::memory_order_relaxed);
@@ -139,8 +139,8 @@ void CallBoard::post_to(CallRecord* kept, uint64_t size, uint64_t number, const 
   word(to, 0).store(number, std::memory_order_release);
 }
 
-CallRecord CallBoard::read(const CallRecord* kept, uint64_t size, uint64_t number) {
-  const CallRecord* from = kept + number % size;
+CallRecord CallLog::read(const CallRecord* records, uint64_t size, uint64_t number) {
+  const CallRecord* from = records + number % size;
   CallRecord record;
   if (number == 0 || word(from, 0).load(std::memory_order_acquire) != number) return record;
   Words words;
@@ -150,34 +150,34 @@ CallRecord CallBoard::read(const CallRecord* kept, uint64_t size, uint64_t numbe
   return record;
 }
 
-uint64_t CallBoard::latest(const CallRecord* kept, uint64_t size) {
+uint64_t CallLog::latest(const CallRecord* records, uint64_t size) {
   uint64_t most = 0;
   for (uint64_t i = 0; i < size; ++i)
-    most = std::max(most, word(kept + i, 0).load(std::memory_order_acquire));
+    most = std::max(most, word(records + i, 0).load(std::memory_order_acquire));
   return most;
 }
 
-void CallBoard::post_send(int peer, const CallRecord& record) {
-  post_to(sends_at(rank_, peer), kKeptMessages, ++sent_[peer], record);
+void CallLog::post_send(int peer, const CallRecord& record) {
+  post_to(sends_at(rank_, peer), kLoggedMessages, ++sent_[peer], record);
 }
 
-void CallBoard::post_receive(int peer, const CallRecord& record) {
-  post_to(receives_at(rank_, peer), kKeptMessages, ++received_[peer], record);
+void CallLog::post_receive(int peer, const CallRecord& record) {
+  post_to(receives_at(rank_, peer), kLoggedMessages, ++received_[peer], record);
 }
 
-int CallBoard::unreceived_sender(int first) const {
+int CallLog::unreceived_sender(int first) const {
   for (int i = 0; i < size_; ++i) {
     const int peer = (first + i) % size_;
-    if (peer != rank_ && latest(sends_at(peer, rank_), kKeptMessages) > received_[peer]) return peer;
+    if (peer != rank_ && latest(sends_at(peer, rank_), kLoggedMessages) > received_[peer]) return peer;
   }
   return -1;
 }
 
-CallRecord CallBoard::own_call(uint64_t ago) const {
-  return calls_ > ago ? read(calls_at(rank_), kKeptCalls, calls_ - ago) : CallRecord();
+CallRecord CallLog::own_call(uint64_t ago) const {
+  return calls_ > ago ? read(calls_at(rank_), kLoggedCalls, calls_ - ago) : CallRecord();
 }
 
-std::string CallBoard::mismatch() const {
+std::string CallLog::mismatch() const {
   if (std::string words = differing_call(); !words.empty()) return words;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !pages_[peer]) continue;
@@ -191,12 +191,12 @@ std::string CallBoard::mismatch() const {
   return {};
 }
 
-std::string CallBoard::differing_call() const {
-  const uint64_t first = calls_ > kKeptCalls ? calls_ - kKeptCalls + 1 : 1;
+std::string CallLog::differing_call() const {
+  const uint64_t first = calls_ > kLoggedCalls ? calls_ - kLoggedCalls + 1 : 1;
   for (uint64_t number = std::max(first, refused_ + 1); number <= calls_; ++number) {
     std::vector<std::pair<int, CallRecord>> calls;
     for (int rank = 0; rank < size_; ++rank)
-      if (const CallRecord record = pages_[rank] ? read(calls_at(rank), kKeptCalls, number) : CallRecord();
+      if (const CallRecord record = pages_[rank] ? read(calls_at(rank), kLoggedCalls, number) : CallRecord();
           record.number)
         calls.push_back({rank, record});
     const bool differ = std::any_of(calls.begin(), calls.end(), [&](const auto& call) {
@@ -208,11 +208,11 @@ std::string CallBoard::differing_call() const {
   return {};
 }
 
-std::string CallBoard::differing_message(const CallRecord* mine, uint64_t my_latest, const CallRecord* theirs,
-                                         int peer, bool is_sender, uint64_t first) const {
-  if (my_latest > kKeptMessages) first = std::max(first, my_latest - kKeptMessages + 1);
+std::string CallLog::differing_message(const CallRecord* mine, uint64_t my_latest, const CallRecord* theirs,
+                                       int peer, bool is_sender, uint64_t first) const {
+  if (my_latest > kLoggedMessages) first = std::max(first, my_latest - kLoggedMessages + 1);
   for (uint64_t number = first; number <= my_latest; ++number) {
-    const CallRecord own = read(mine, kKeptMessages, number), other = read(theirs, kKeptMessages, number);
+    const CallRecord own = read(mine, kLoggedMessages, number), other = read(theirs, kLoggedMessages, number);
     if (own.number == 0 || other.number == 0 || own.digest == other.digest) continue;
     const CallRecord &sent = is_sender ? own : other, &received = is_sender ? other : own;
     const int sender = is_sender ? rank_ : peer, receiver = is_sender ? peer : rank_;
@@ -224,11 +224,11 @@ std::string CallBoard::differing_message(const CallRecord* mine, uint64_t my_lat
   return {};
 }
 
-std::string CallBoard::progress(int rank) const {
+std::string CallLog::progress(int rank) const {
   if (!pages_[rank]) return text("rank {} is reached through a port, so its calls are not known", rank);
-  const uint64_t number = latest(calls_at(rank), kKeptCalls);
+  const uint64_t number = latest(calls_at(rank), kLoggedCalls);
   if (number == 0) return text("rank {} has made no call of all ranks", rank);
-  const CallRecord last = read(calls_at(rank), kKeptCalls, number);
+  const CallRecord last = read(calls_at(rank), kLoggedCalls, number);
   return text("rank {} has made {} calls of all ranks, the last one {}", rank, number, describe(last));
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libFuzzer target: unique ids, and what comes over the connections of a meeting, on both sides. tools/fuzz builds
-// and runs it. The first byte says who speaks: a stranger at the door, a rank that was let in, a false meeting, or
-// the right one. Whatever is said, the meeting serves its next rank.
+// libFuzzer target: unique ids, and what comes over the connections of a rendezvous, on both sides. tools/fuzz builds
+// and runs it. The first byte says who speaks: a stranger at the listener, a rank that was let in, a false rendezvous,
+// or the right one. Whatever is said, the rendezvous serves its next rank.
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include <cstring>
 #include <thread>
 
-#include "bootstrap/door.h"
+#include "bootstrap/listener.h"
 #include "bootstrap/tcp_bootstrap.h"
 
 using namespace weft;
@@ -45,21 +45,21 @@ std::string opened(const std::string& bytes) {
   return std::string(reinterpret_cast<const char*>(&opening), sizeof opening) + bytes;
 }
 
-MeetingTicket meeting() {
-  auto ticket = open_meeting("lo");
-  require(ticket.ok());
-  return *ticket;
+UniqueId rendezvous() {
+  auto unique_id = open_rendezvous("lo");
+  require(unique_id.ok());
+  return *unique_id;
 }
 
-std::string key_of(const MeetingTicket& ticket) {
-  return std::string(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key);
+std::string key_of(const UniqueId& unique_id) {
+  return std::string(reinterpret_cast<const char*>(unique_id.key), sizeof unique_id.key);
 }
 
 // Bytes of a stranger; nobody is let in.
-void knock_with(const std::string& bytes) {
-  static const MeetingTicket ticket = meeting();
+void connect_with(const std::string& bytes) {
+  static const UniqueId unique_id = rendezvous();
   FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const SocketAddress address = address_of(ticket.port);
+  const SocketAddress address = address_of(unique_id.port);
   require(::connect(socket.get(), &address.any, sizeof address.v4) == 0);
   close_at_once(socket.get());
   const std::string all = opened(bytes);
@@ -74,42 +74,42 @@ void knock_with(const std::string& bytes) {
 
 // A rank of one, which says anything once it is in.
 void say(const std::string& bytes) {
-  const MeetingTicket ticket = meeting();
-  auto stream = knock({{address_of(ticket.port)}, key_of(ticket), 0, 1, "the meeting"}, soon());
+  const UniqueId unique_id = rendezvous();
+  auto stream = connect_to({{address_of(unique_id.port)}, key_of(unique_id), 0, 1, "the rendezvous"}, soon());
   require(stream.ok());
   close_at_once(stream->fd());
   (void)!stream->send(bytes.data(), bytes.size());
   ::shutdown(stream->fd(), SHUT_WR);
   char answer[4096];
-  receive_all(*stream, answer, sizeof answer, soon(1));  // until the meeting has closed it
+  receive_all(*stream, answer, sizeof answer, soon(1));  // until the rendezvous has closed it
 }
 
-// What a rank hears of a meeting that says anything, before or after it has shown that it knows the key.
+// What a rank hears of a rendezvous that says anything, before or after it has shown that it knows the key.
 void listen_to(const std::string& bytes, bool is_right) {
   FileDescriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   SocketAddress address = address_of(0);
   socklen_t length = sizeof address.v4;
   require(::bind(listener.get(), &address.any, length) == 0 && ::listen(listener.get(), 4) == 0);
   require(::getsockname(listener.get(), &address.any, &length) == 0);
-  MeetingTicket ticket{};
-  std::memcpy(ticket.magic, "weftmeet", 8);
-  ticket.port = ntohs(address.v4.sin_port);
-  std::memcpy(ticket.address, &address.v4.sin_addr, 4);
+  UniqueId unique_id{};
+  std::memcpy(unique_id.magic, "weftmeet", 8);
+  unique_id.port = ntohs(address.v4.sin_port);
+  std::memcpy(unique_id.address, &address.v4.sin_addr, 4);
   const int fd = listener.get();
   std::thread host([&, listener = std::move(listener)]() mutable {
     pollfd entry{fd, POLLIN, 0};
     ::poll(&entry, 1, 5000);
     if (is_right) {
-      Door door(std::move(listener), key_of(ticket));
-      std::vector<Guest> guests;
-      for (const Deadline until = soon(5); guests.empty() && !until.passed();) guests = door.serve();
-      if (guests.empty()) return;
-      Door::welcome(guests[0]);
-      close_at_once(guests[0].stream.fd());
-      (void)!guests[0].stream.send(bytes.data(), bytes.size());
-      ::shutdown(guests[0].stream.fd(), SHUT_WR);
+      Listener accepting(std::move(listener), key_of(unique_id));
+      std::vector<Client> clients;
+      for (const Deadline until = soon(5); clients.empty() && !until.passed();) clients = accepting.serve();
+      if (clients.empty()) return;
+      Listener::welcome(clients[0]);
+      close_at_once(clients[0].stream.fd());
+      (void)!clients[0].stream.send(bytes.data(), bytes.size());
+      ::shutdown(clients[0].stream.fd(), SHUT_WR);
       char said[256];
-      receive_all(guests[0].stream, said, sizeof said, soon(0.05));
+      receive_all(clients[0].stream, said, sizeof said, soon(0.05));
     } else {
       FileDescriptor socket(::accept4(fd, nullptr, nullptr, SOCK_CLOEXEC));
       const std::string all = opened(bytes);
@@ -121,7 +121,7 @@ void listen_to(const std::string& bytes, bool is_right) {
     }
   });
   const auto joined =
-      join_meeting(ticket, 0, 2, soon(2));  // as rank 0, which gives the host no time to explain
+      join_rendezvous(unique_id, 0, 2, soon(2));  // as rank 0, which gives the host no time to explain
   require(is_right == joined.ok() || is_right);
   if (joined.ok()) {
     const auto all = (*joined)->all_gather("mine", soon(0.01));
@@ -135,12 +135,12 @@ void listen_to(const std::string& bytes, bool is_right) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const std::string bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
-  MeetingTicket ticket{};
-  std::memcpy(static_cast<void*>(&ticket), bytes.data(), std::min(bytes.size(), sizeof ticket));
-  if (!ticket.is_valid()) require(!join_meeting(ticket, 0, 1, soon()).ok());
+  UniqueId unique_id{};
+  std::memcpy(static_cast<void*>(&unique_id), bytes.data(), std::min(bytes.size(), sizeof unique_id));
+  if (!unique_id.is_valid()) require(!join_rendezvous(unique_id, 0, 1, soon()).ok());
   switch (data[0] % 4) {
     case 0:
-      return knock_with(bytes), 0;
+      return connect_with(bytes), 0;
     case 1:
       return say(bytes), 0;
     case 2:

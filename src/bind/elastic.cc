@@ -58,7 +58,7 @@ void bind_elastic(nb::module_& module) {
           "local",
           [](nb::handle self) {
             auto& engram = nb::cast<Engram&>(self);
-            return view_of(engram.window(), 0, engram.entries_per_rank() * engram.row_bytes(),
+            return view_of(engram.window(), engram.entries_at(), engram.entries_per_rank() * engram.row_bytes(),
                            nb::borrow(self));
           },
           "uint8[entries * bytes]: this rank's entries.")

@@ -4,7 +4,7 @@
 // WEFT_LOW_LATENCY_CONSTANTS.
 //   KernelKey key = with_known(low_latency_key(shape, in_bulk), args, config().low_latency_constants);
 // A generated function stands before the kernel, as a key's prelude. It copies the arguments, sets those that are known to
-// constants, and calls the kernel, whose source says nothing of it: compilers do the rest. Pure functions.
+// constants, and calls the kernel. The kernel's source is the same: the compiler folds the constants. Pure functions.
 #pragma once
 
 #include <string_view>

@@ -16,7 +16,7 @@ namespace weft {
 
 // The key of a kernel that computes with what `args` hold now, whatever a launch passes there. `which`: "never", the key
 // itself; "sizes", what all calls of a buffer with such rows have; "calls", also what follows from the number of tokens and
-// of SMs. Tensors, phases and tickets stay arguments, and Divisors of value 0, which differ between launches.
+// of SMs. Tensors, phases and call slots stay arguments, and Divisors of value 0, which differ between launches.
 KernelKey with_known(KernelKey key, const LowLatencyDispatchArgs& args, std::string_view which);
 KernelKey with_known(KernelKey key, const LowLatencyCombineArgs& args, std::string_view which);
 

@@ -52,7 +52,7 @@ Result<std::shared_ptr<Team>> Team::connect(const proxy::Network& network, const
   team->ways_.reset(new Ways{*team->engine_, *team->mail_, team->requests_, network.pace.bytes_in_flight,
                              network.pace.writes_in_flight});
   WEFT_TRY(team->meet(introduction(network)));
-  team->carrier_ = std::thread([self = team.get()] { self->run(); });
+  team->worker_ = std::thread([self = team.get()] { self->run(); });
   return team;
 }
 
@@ -250,7 +250,7 @@ void Team::run() {
 void Team::close() {
   std::lock_guard together(collective_);
   if (stops_.exchange(true)) return;
-  if (carrier_.joinable()) carrier_.join();
+  if (worker_.joinable()) worker_.join();
   if (mail_) {
     Lock lock(mutex_);
     const auto is_done = [&] {

@@ -158,7 +158,7 @@ class Team {
   bool is_closed_ = false;
   std::atomic<uint64_t> turns_seen_{0};
   std::atomic<bool> stops_{false};
-  std::thread carrier_;
+  std::thread worker_;
 };
 
 }  // namespace weft::nccl_rma

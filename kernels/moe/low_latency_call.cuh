@@ -18,8 +18,8 @@ inline constexpr bool kIsHost = Warp::kMaxSize == 1;
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
-// The blocks of a launch that do its work. Where there is a board, the first block watches for the others: it starts
-// before them.
+// The blocks of a launch that do its work. Where there is a control page, the first block watches for the others: it
+// starts before them.
 struct Workers : Block {
   uint32_t watching;
   WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
@@ -28,7 +28,7 @@ struct Workers : Block {
 template <class MeshT>
 WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
   if constexpr (kHasPorts<MeshT>)
-    return Workers{{}, call.board.control ? 1u : 0u};
+    return Workers{{}, call.page.control ? 1u : 0u};
   else
     return Block{};
 }
@@ -67,16 +67,16 @@ WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epo
 template <class MeshT>
 WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh, uint64_t offset) {
   if constexpr (kHasPorts<MeshT>)
-    if (call.board.control) return call.board.control + (offset - call.region);
+    if (call.page.control) return call.page.control + (offset - call.region);
   return mesh.local() + offset;
 }
-// The same of what a peer puts there. Where a block watches, it copies to the board what ports put.
+// The same of what a peer puts there. Where a block watches, it copies to the control page what ports put.
 template <class MeshT>
 WEFT_DEVICE std::byte* control_from(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
                                     uint64_t offset) {
   std::byte* at = control_at(call, mesh, offset);
   if constexpr (kHasPorts<MeshT>)
-    if (!call.board.control) at += records_of(mesh, peer);
+    if (!call.page.control) at += records_of(mesh, peer);
   return at;
 }
 // The control area of a rank that this rank can store to; null for a port peer.
@@ -116,7 +116,7 @@ struct CallRule : WaitRule {
 template <class MeshT>
 WEFT_DEVICE decltype(auto) wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
   if constexpr (kHasPorts<MeshT>)
-    return CallRule{call.wait, call.board.control ? state_of(call, mesh) : nullptr};
+    return CallRule{call.wait, call.page.control ? state_of(call, mesh) : nullptr};
   else
     return (call.wait);
 }
@@ -166,7 +166,7 @@ struct Joined {
 template <class MeshT>
 WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
   LowLatencyState* state = state_of(call, mesh);
-  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.ticket];
+  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.call_slot];
   const bool is_last = block.index() + 1 == block.count();
   return add_local(&state->started, is_last ? kLaunchShare - (block.count() - 1) : 1);
 }
@@ -219,7 +219,7 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
 template <class MeshT>
 WEFT_DEVICE void note_call(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch) {
   LowLatencyState* state = state_of(call, mesh);
-  if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
+  if (call.phases & kPhaseSend) state->call_epoch[call.call_slot] = epoch.number;
   if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
 }
 

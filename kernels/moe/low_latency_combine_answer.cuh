@@ -115,7 +115,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
           layout.store(vecs, index, Element::round(sums));
       };
       const Range part = range_of(c, m, layout);
-      is_made = (is_ready && sum_alone<Element>(c, part, count, row_of, weight_of, reply)) ||
+      is_made = (is_ready && sum_by_thread<Element>(c, part, count, row_of, weight_of, reply)) ||
                 sum_rows<Element, kSendVecs, kSendRows>(c, part, count, source, weight_of, put);
     });
     return is_made;

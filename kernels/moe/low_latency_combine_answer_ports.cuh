@@ -2,8 +2,8 @@
 //
 // low_latency_combine_answer_ports.cuh: builds answers where ranks have port peers. A block answers a batch: its warps build
 // parts of the replies, and one of them sends all as one range, the batch's word behind it
-// (low_latency_combine_node.cuh). Where the outbox has no room for all replies to a batch, one warp builds and sends as many
-// as there is room for, one after the other (answer_batch()).
+// (low_latency_combine_domain.cuh). Where the outbox has no room for all replies to a batch, one warp builds and sends
+// as many as there is room for, one after the other (answer_batch()).
 // Waits: for the owner's note.
 #pragma once
 

@@ -180,7 +180,7 @@ class Tokens {
     if (find_ranks(c_, token)) report_strays(c_, token);
     const uint32_t count = list_rows(
         c_, [&](uint32_t k) { return await_reply(c_, token, k, 0) ? static_cast<int32_t>(k) : -1; });
-    queue.sees_arrived();
+    queue.fence_acquired();
     RowList list = lists_.list(
         c_, count,
         [&](uint32_t i) {

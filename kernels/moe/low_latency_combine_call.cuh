@@ -25,7 +25,7 @@ inline constexpr int32_t kMaskedSlot = -1;
 inline constexpr int32_t kStraySlot = -2;  // its expert is none that the dispatch sent the token to
 
 // Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+template <bool kIsCached, class MeshT>
 struct CombineLayouts {};
 template <class MeshT>
 struct CombineLayouts<true, MeshT> {
@@ -44,14 +44,14 @@ struct Combine {
   WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
-  CombineLayouts<kIsHost, MeshT> kept;
+  CombineLayouts<kIsHost, MeshT> cached;
 
   // First of all, on the host.
   WEFT_DEVICE void keep_layouts() {
     if constexpr (kIsHost) {
-      kept.window = lay_out_window();
-      kept.shared = lay_out_shared();
-      kept.routes = lay_out_routes();
+      cached.window = lay_out_window();
+      cached.shared = lay_out_shared();
+      cached.routes = lay_out_routes();
     }
   }
 
@@ -65,7 +65,7 @@ struct Combine {
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
     if constexpr (kIsHost)
-      return kept.routes;
+      return cached.routes;
     else
       return lay_out_routes();
   }
@@ -75,7 +75,7 @@ struct Combine {
   WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineLayout layout() const {
     if constexpr (kIsHost)
-      return kept.window;
+      return cached.window;
     else
       return lay_out_window();
   }
@@ -173,7 +173,7 @@ struct Combine {
   }
   // Which weight slot k has, whose row slot `sent` of the dispatch brought.
   WEFT_DEVICE uint32_t weight_slot(uint32_t k, uint32_t sent) const {
-    return a.has_kept_weights != 0 ? sent : k;
+    return a.has_saved_weights != 0 ? sent : k;
   }
   WEFT_DEVICE uint32_t moved_weight(uint32_t token, uint32_t slot) const {
     uint32_t weight = kMaskedWeight;
@@ -223,9 +223,9 @@ struct Combine {
   WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
     return part_at(false) + port_layout().replies + number * port_layout().stride;
   }
-  // This rank's own part in memory of its device, where there is a board; else null.
+  // This rank's own part in memory of its device, where there is a control page; else null.
   WEFT_DEVICE std::byte* own_half() const {
-    return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
+    return a.call.page.own ? a.call.page.own + epoch.parity * a.call.page.own_bytes : nullptr;
   }
   WEFT_DEVICE OwnCombine own_layout() const {
     return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
@@ -233,7 +233,7 @@ struct Combine {
   // Exact replies may need more room than there is.
   WEFT_DEVICE bool keeps_own(uint32_t owner) const {
     if constexpr (kPorts)
-      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
+      return a.call.page.own && owner == mesh.rank() && own_layout().bytes <= a.call.page.own_bytes;
     else
       return false;
   }
@@ -242,56 +242,58 @@ struct Combine {
     return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
                            : mesh.local() + payload_of(mesh, rank) + port_reply_at(number);
   }
-  // Where replies cross once for each node.
+  // Where replies cross once for each domain.
   WEFT_DEVICE bool is_shared() const {
     if constexpr (kPorts)
-      return shape.reply == kReplyReduced && a.carriers != nullptr;
+      return shape.reply == kReplyReduced && a.rail_tables != nullptr;
     else
       return false;
   }
-  WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
-    return a.carriers[table * ranks() + of];
+  WEFT_DEVICE uint32_t rail(RailTable table, uint32_t of) const {
+    return a.rail_tables[table * ranks() + of];
   }
   // The rank that sends this rank the replies of `rank`.
-  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
-  // Whether replies to the owner go through the carrier of this node.
-  WEFT_DEVICE bool is_carried(uint32_t owner) const {
-    return is_shared() && carrier(kCarriedNumber, owner) != kNotCarried;
+  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? rail(kRailPeerTo, rank) : rank; }
+  // Whether replies to the owner go through the rail peer of this domain.
+  WEFT_DEVICE bool goes_by_rail(uint32_t owner) const {
+    return is_shared() && rail(kSourceNumber, owner) != kOwnDomain;
   }
   WEFT_DEVICE bool gathers_for(uint32_t owner) const {
-    return is_carried(owner) && carrier(kCarrierFrom, owner) == mesh.rank();
+    return goes_by_rail(owner) && rail(kRailPeerFrom, owner) == mesh.rank();
   }
-  WEFT_DEVICE NodeCombineLayout node_layout() const {
-    return node_combine_layout(port_layout(), batches(), a.node_ranks, a.node_carried);
+  WEFT_DEVICE DomainCombineLayout domain_layout() const {
+    return domain_combine_layout(port_layout(), batches(), a.domain_ranks, a.domain_sources);
   }
-  // Tokens before a batch of an owner, among all in its carrier's outbox.
-  WEFT_DEVICE uint64_t carried_at(uint32_t owner, uint32_t batch) const {
-    return (uint64_t{carrier(kCarriedNumber, owner)} * batches().count + batch) * batches().capacity;
+  // Tokens before a batch of an owner, among all in its rail peer's outbox.
+  WEFT_DEVICE uint64_t source_at(uint32_t owner, uint32_t batch) const {
+    return (uint64_t{rail(kSourceNumber, owner)} * batches().count + batch) * batches().capacity;
   }
   // How many words of a source the kernels of this rank wait for.
   WEFT_DEVICE uint32_t awaited_counts() const { return 0; }
   WEFT_DEVICE uint32_t awaited_words() const {
-    return batches().count * (is_shared() ? 1 + a.node_ranks : 1);
+    return batches().count * (is_shared() ? 1 + a.domain_ranks : 1);
   }
   WEFT_DEVICE bool awaits_word(uint32_t source, uint32_t word) const {
     return word < batches().count ||
-           (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
+           (gathers_for(source) && word / batches().count - 1 != rail(kPlaceInDomain, mesh.rank()));
   }
-  // Of a source's words, those that ranks of this node move.
+  // Of a source's words, those that ranks of this domain move.
   WEFT_DEVICE bool is_near_word(uint32_t word) const { return word >= batches().count; }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 
   WEFT_DEVICE CombineShared shared() const {
     if constexpr (kIsHost)
-      return kept.shared;
+      return cached.shared;
     else
       return lay_out_shared();
   }
   WEFT_DEVICE CombineShared lay_out_shared() const {
     return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
   }
-  WEFT_DEVICE uint32_t gathered_words() const { return is_shared() ? a.node_ranks * batches().capacity : 0; }
+  WEFT_DEVICE uint32_t gathered_words() const {
+    return is_shared() ? a.domain_ranks * batches().capacity : 0;
+  }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(block.shared() + offset);
@@ -305,7 +307,7 @@ struct Combine {
   WEFT_DEVICE Vec16* owners_weights() const {
     return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
   }
-  // By place in the node and token of a batch, what note_messages() has noted.
+  // By place in the domain and token of a batch, what note_messages() has noted.
   WEFT_DEVICE uint32_t* gathered(uint32_t place) const {
     return at<uint32_t>(shared().gathered) + place * batches().capacity;
   }

@@ -12,7 +12,7 @@
 namespace weft {
 namespace low_latency {
 
-// The rank that sends a reply for slot k of a token, for itself or its node; R: none does. One thread.
+// The rank that sends a reply for slot k of a token, for itself or its domain; R: none does. One thread.
 template <class C>
 WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   const auto rank_of = [&](uint32_t slot) {
@@ -160,8 +160,8 @@ class PortReplies {
   }
   WEFT_DEVICE uint64_t outbox_at() const {
     const uint64_t outbox = outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch);
-    if (c_.is_carried(owner_))
-      return outbox + c_.node_layout().answers + c_.carried_at(owner_, batch_) * stride();
+    if (c_.goes_by_rail(owner_))
+      return outbox + c_.domain_layout().answers + c_.source_at(owner_, batch_) * stride();
     const uint64_t slot = (uint64_t{owner_} * c_.batches().count + batch_) * c_.a.answer_room;
     return outbox + c_.port_layout().answers + slot * stride();
   }

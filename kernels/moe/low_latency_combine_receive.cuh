@@ -152,7 +152,7 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
   if (kIsHost && !layout.lines && source.own >= count && c.shape.out_element == c.shape.element &&
       c.shape.accumulate == 0) {
     const auto row_of = [&](uint32_t row) { return reinterpret_cast<const std::byte*>(source.reply(row)); };
-    if (sum_alone<Element>(c, part, count, row_of, weight_of, out)) return;
+    if (sum_by_thread<Element>(c, part, count, row_of, weight_of, out)) return;
   }
   const auto put = [&](uint32_t index, float (&sums)[Element::kPerVec]) {
     if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);

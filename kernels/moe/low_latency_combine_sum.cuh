@@ -59,16 +59,16 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source,
 // The same by one host thread, where rows and their sum are no lines: all at once, to `out`. False: not of such elements, or
 // of so many rows.
 template <class Element, class C, class RowOf, class WeightOf>
-WEFT_DEVICE bool sum_alone(const C& c, Range part, uint32_t count, RowOf row_of, WeightOf weight_of,
-                           std::byte* out) {
-  if constexpr (kSumsAlone) {
+WEFT_DEVICE bool sum_by_thread(const C& c, Range part, uint32_t count, RowOf row_of, WeightOf weight_of,
+                               std::byte* out) {
+  if constexpr (kSumsByThread) {
     if (count > kMostAddedRows) return false;
     const uint64_t first = uint64_t{part.first} * sizeof(Vec16);
     AddedRow rows[kMostAddedRows];
     for (uint32_t i = 0; i < count; ++i) rows[i] = {row_of(i) + first, weight_of(i)};
-    return Element::template sum_alone<true>(out + first, rows, count,
-                                             uint64_t{part.last - part.first} * sizeof(Vec16),
-                                             is_past_caches(c.a.call, c.shape.row_bytes));
+    return Element::template sum_by_thread<true>(out + first, rows, count,
+                                                 uint64_t{part.last - part.first} * sizeof(Vec16),
+                                                 is_past_caches(c.a.call, c.shape.row_bytes));
   }
   return false;
 }

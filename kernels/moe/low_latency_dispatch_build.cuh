@@ -68,7 +68,7 @@ WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) 
 }
 
 // One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
-// and each rank, or carrier of ranks, once.
+// and each rank, or rail peer of ranks, once.
 template <class D>
 WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
   uint32_t targets = 0;
@@ -76,7 +76,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
     const uint32_t k = first + d.warp.rank();
     const int32_t expert = k < d.top_k() ? d.slot_choice()[k] : -1;
     const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
-    const uint32_t target = expert < 0 ? d.ranks() : d.carrier_to(rank);
+    const uint32_t target = expert < 0 ? d.ranks() : d.rail_peer_to(rank);
     uint32_t twins = 0;
     bool is_first = true;
     WEFT_STREAM_LOOP
@@ -85,7 +85,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
       const bool is_earlier = slot < k && other >= 0;
       twins += is_earlier && other == expert ? 1 : 0;
       is_first = is_first &&
-                 !(is_earlier && d.carrier_to(static_cast<uint32_t>(other) / d.local_experts()) == target);
+                 !(is_earlier && d.rail_peer_to(static_cast<uint32_t>(other) / d.local_experts()) == target);
     }
     const bool goes = expert >= 0 && is_first && d.present()[target] != 0;
     const uint32_t at = targets + d.warp.count_below(goes);
@@ -123,7 +123,7 @@ WEFT_DEVICE void at_places(const D& d, Store store) {
 
 template <class D>
 WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
-  at_places(d, [&](std::byte* place) { store_watched(reinterpret_cast<Vec16*>(place + offset), vec); });
+  at_places(d, [&](std::byte* place) { store_unordered(reinterpret_cast<Vec16*>(place + offset), vec); });
 }
 
 // The first data of a row that a thread of the block sends. It loads them before the row's destination is known: of a
@@ -155,20 +155,21 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
 // One host thread: stores a token's row and scales to each of its ranks, or the row to this rank's own window.
 // Receivers read them only after the word has moved.
 template <class D>
-WEFT_DEVICE void send_row_alone(const D& d, uint32_t token, const std::byte* row, const std::byte* scales) {
+WEFT_DEVICE void send_row_by_thread(const D& d, uint32_t token, const std::byte* row,
+                                    const std::byte* scales) {
   const MessageLayout message = d.message();
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
   if (d.keeps_rows() && *d.targets() != 0)
-    copy_past_caches(d.mesh.local() + d.kept_row_at(d.mesh.rank(), token), row, row_bytes);
+    copy_past_caches(d.mesh.local() + d.source_row_at(d.mesh.rank(), token), row, row_bytes);
   for (uint32_t i = 0; i < *d.targets(); ++i) {
     if (!d.keeps_rows()) {
       if (is_past_caches(d.a.call, d.shape.row_bytes))
         copy_past_caches(d.place()[i] + message.row, row, row_bytes);
       else
-        copy_alone(d.place()[i] + message.row, row, row_bytes);
+        copy_by_thread(d.place()[i] + message.row, row, row_bytes);
     }
-    if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
+    if (scale_bytes != 0) copy_by_thread(d.place()[i] + message.scales, scales, scale_bytes);
   }
 }
 
@@ -176,7 +177,7 @@ template <class D>
 WEFT_DEVICE void send_row_as_is(const D& d, uint32_t token, const std::byte* row, const std::byte* scales,
                                 const FirstVecs& first) {
   const MessageLayout message = d.message();
-  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) return send_row_alone(d, token, row, scales);
+  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) return send_row_by_thread(d, token, row, scales);
   const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
   const uint32_t step = d.block.size();
   WEFT_UNROLL
@@ -189,7 +190,7 @@ WEFT_DEVICE void send_row_as_is(const D& d, uint32_t token, const std::byte* row
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = i < step ? first.scale : reinterpret_cast<const uint32_t*>(scales)[i];
     at_places(d, [&](std::byte* place) {
-      store_watched(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
+      store_unordered(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
     });
   }
 }
@@ -199,9 +200,9 @@ WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
   at_places(d, [&](std::byte* place) {
     if (d.payload_format().scale == Scale::kExponent) {
-      store_watched(reinterpret_cast<uint8_t*>(place + scales) + group, ue8m0(scale));
+      store_unordered(reinterpret_cast<uint8_t*>(place + scales) + group, ue8m0(scale));
     } else {
-      store_watched(reinterpret_cast<uint32_t*>(place + scales) + group, bits_of_float(scale));
+      store_unordered(reinterpret_cast<uint32_t*>(place + scales) + group, bits_of_float(scale));
     }
   });
 }
@@ -233,7 +234,7 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVe
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
   at_places(d, [&](std::byte* place) {
-    store_watched(reinterpret_cast<uint8_t*>(place + d.message().scales) + block, scale);
+    store_unordered(reinterpret_cast<uint8_t*>(place + d.message().scales) + block, scale);
   });
 }
 
@@ -294,14 +295,14 @@ WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
   for (uint32_t t = 0; t < targets; ++t) {
     const uint32_t rank = d.target()[t];
     auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
-    if (d.warp.rank() == 0) store_watched(head, token);
-    if (kIsHost && d.warp.rank() == 0) store_watched(head + kHeadKeepsRow, d.keeps_rows() ? 1u : 0u);
+    if (d.warp.rank() == 0) store_unordered(head, token);
+    if (kIsHost && d.warp.rank() == 0) store_unordered(head + kHeadKeepsRow, d.keeps_rows() ? 1u : 0u);
     for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-      store_watched(head + message.expert + k, expert_in_head(d, rank, k));
-      store_watched(head + message.place + k, d.slot_place()[k]);
+      store_unordered(head + message.expert + k, expert_in_head(d, rank, k));
+      store_unordered(head + message.place + k, d.slot_place()[k]);
       if (d.has_weights())
-        store_watched(head + message.weight + k,
-                      bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]));
+        store_unordered(head + message.weight + k,
+                        bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]));
     }
   }
   d.warp.sync();

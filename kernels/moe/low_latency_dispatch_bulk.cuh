@@ -84,7 +84,7 @@ WEFT_DEVICE void write_scales(const D& d, uint32_t token) {
   for (uint32_t i = d.warp.rank(); i < words; i += d.warp.size()) {
     const uint32_t word = from[i];
     for (uint32_t t = 0; t < targets; ++t)
-      store_watched(reinterpret_cast<uint32_t*>(d.place()[t] + scales) + i, word);
+      store_unordered(reinterpret_cast<uint32_t*>(d.place()[t] + scales) + i, word);
   }
 }
 

@@ -64,7 +64,7 @@ class Messages {
     word_ = d_.warp.broadcast(word);
     if (word_ < want) return false;
     arrived_ = static_cast<uint32_t>(word_ & kMaxBatchTokens);
-    pipe.sees_arrived();
+    pipe.fence_acquired();
     return true;
   }
 

@@ -11,7 +11,7 @@ namespace weft {
 namespace low_latency {
 
 // Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+template <bool kIsCached, class MeshT>
 struct DispatchLayouts {};
 template <class MeshT>
 struct DispatchLayouts<true, MeshT> {
@@ -28,13 +28,13 @@ struct Dispatch {
   WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
-  DispatchLayouts<kIsHost, MeshT> kept;
+  DispatchLayouts<kIsHost, MeshT> cached;
 
   // First of all, on the host.
   WEFT_DEVICE void keep_layouts() {
     if constexpr (kIsHost) {
-      kept.message = lay_out_message();
-      kept.shared = lay_out_shared();
+      cached.message = lay_out_message();
+      cached.shared = lay_out_shared();
     }
   }
 
@@ -55,30 +55,30 @@ struct Dispatch {
     return (rows + padding - 1) / padding * padding;
   }
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
-  // Whether a token crosses the network once for each node (low_latency_ports.h).
+  // Whether a token crosses the network once for each domain (low_latency_ports.h).
   WEFT_DEVICE bool is_shared() const {
     if constexpr (kPorts)
-      return a.carriers != nullptr;
+      return a.rail_tables != nullptr;
     else
       return false;
   }
   // The rank that gets this rank's messages for a peer.
-  WEFT_DEVICE uint32_t carrier_to(uint32_t peer) const { return is_shared() ? a.carriers[peer] : peer; }
+  WEFT_DEVICE uint32_t rail_peer_to(uint32_t peer) const { return is_shared() ? a.rail_tables[peer] : peer; }
   // The window in which a source's messages and words stand.
   WEFT_DEVICE const std::byte* inbox(uint32_t source) const {
-    return is_shared() ? near_window(mesh, a.carriers[ranks() + source]) : mesh.local();
+    return is_shared() ? near_window(mesh, a.rail_tables[ranks() + source]) : mesh.local();
   }
   WEFT_DEVICE const std::byte* message_from(uint32_t source, uint32_t batch, uint32_t index) const {
     return inbox(source) + payload_of(mesh, source) + message_at(source, batch, index);
   }
-  // Where there is a board, this rank's messages to itself stay in memory of its device.
+  // Where there is a control page, this rank's messages to itself stay in memory of its device.
   WEFT_DEVICE std::byte* own_message(uint32_t batch, uint32_t index) const {
-    return a.call.board.own + epoch.parity * a.call.board.own_bytes +
+    return a.call.page.own + epoch.parity * a.call.page.own_bytes +
            (uint64_t{batch} * batches().capacity + index) * message().stride;
   }
   WEFT_DEVICE bool keeps_own(uint32_t source) const {
     if constexpr (kPorts)
-      return a.call.board.own && source == mesh.rank();
+      return a.call.page.own && source == mesh.rank();
     else
       return false;
   }
@@ -96,7 +96,7 @@ struct Dispatch {
   }
   WEFT_DEVICE MessageLayout message() const {
     if constexpr (kIsHost)
-      return kept.message;
+      return cached.message;
     else
       return lay_out_message();
   }
@@ -125,7 +125,7 @@ struct Dispatch {
       return false;
   }
   // Offset, in the source's window, of a row that the source keeps: the place of the row in a message to itself.
-  WEFT_DEVICE uint64_t kept_row_at(uint32_t source, uint32_t token) const {
+  WEFT_DEVICE uint64_t source_row_at(uint32_t source, uint32_t token) const {
     return message_at(source, 0, token) + message().row;
   }
   // Where its only one stands if that comes as lines.
@@ -158,7 +158,7 @@ struct Dispatch {
 
   WEFT_DEVICE DispatchShared shared() const {
     if constexpr (kIsHost)
-      return kept.shared;
+      return cached.shared;
     else
       return lay_out_shared();
   }

@@ -69,7 +69,7 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
 // word behind them. A peer that reads them in another rank's window gets none.
 template <class D>
 WEFT_DEVICE void send_range(const D& d, uint32_t batch, uint32_t peer) {
-  if (d.carrier_to(peer) != peer) return;
+  if (d.rail_peer_to(peer) != peer) return;
   const uint32_t count = d.sent()[peer];
   const PortPlaces places = port_places(d.mesh);
   const uint64_t word =

@@ -43,7 +43,8 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   return {static_cast<int32_t>(expert * d.a.expert_rows + in_expert), expert, in_expert};
 }
 
-// Whether the message in head() has a row for this rank: what crosses once for a node may be for others of it. The warp.
+// Whether the message in head() has a row for this rank: what crosses once for a domain may be for others of it. The
+// warp.
 template <class D>
 WEFT_DEVICE bool is_for_this_rank(const D& d) {
   if (!d.is_shared()) return true;
@@ -137,7 +138,7 @@ WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, co
     if (is_past_caches(d.a.call, d.shape.row_bytes))
       copy_past_caches(row, from, row_bytes);
     else
-      copy_alone(row, from, row_bytes);
+      copy_by_thread(row, from, row_bytes);
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
@@ -154,7 +155,7 @@ struct Incoming {
   Range part;
   const Vec16* message;            // the lines, until a word says that there are others
   Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
-  bool has_chunk = false;          // these were asked for
+  bool has_first = false;          // these were asked for
   bool came = false;               // in this lane, all of these
 
   WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_batch, uint32_t of_split)
@@ -178,11 +179,11 @@ struct Incoming {
   }
 
   // A look at the head of lines, and, if the others are likely to come with it, at the part. Each lane's own.
-  WEFT_DEVICE bool look(bool takes_chunk) {
-    has_chunk = takes_chunk;
-    if (takes_chunk) load(part.first);
+  WEFT_DEVICE bool look(bool takes_first) {
+    has_first = takes_first;
+    if (takes_first) load(part.first);
     const bool head_came = take_lines(d.warp, message, d.message().head_vecs(), d.tag(), d.head());
-    return head_came && (!takes_chunk || came);
+    return head_came && (!takes_first || came);
   }
   // The messages that a word announces.
   WEFT_DEVICE void take(uint32_t index) {
@@ -192,8 +193,8 @@ struct Incoming {
     }
     message = reinterpret_cast<const Vec16*>(d.keeps_own(source) ? d.own_message(batch, index)
                                                                  : d.message_from(source, batch, index));
-    has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
-    if (has_chunk) load(part.first);
+    has_first = !kIsHost && !d.is_shared();  // which may be for another rank
+    if (has_first) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
   }
@@ -202,7 +203,7 @@ struct Incoming {
   WEFT_DEVICE const std::byte* row_of_message() const {
     const auto* head = reinterpret_cast<const uint32_t*>(d.head());
     if (!D::kPorts && head[kHeadKeepsRow] != 0)
-      return near_window(d.mesh, source) + d.kept_row_at(source, head[0]);
+      return near_window(d.mesh, source) + d.source_row_at(source, head[0]);
     return reinterpret_cast<const std::byte*>(message + d.message().head_vecs());
   }
 
@@ -212,14 +213,14 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
-    const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
-    if (is_whole) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
+    const bool is_full = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
+    if (is_full) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
     WEFT_ROLLED
-    for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
+    for (uint32_t first = is_full ? part.last : part.first; first < part.last;
          first += kVecsInFlight * d.warp.size()) {
-      if (!has_chunk) load(first);
-      has_chunk = false;
-      if (layout.lines && d.warp.any(!came) && !await_chunk(first)) return false;
+      if (!has_first) load(first);
+      has_first = false;
+      if (layout.lines && d.warp.any(!came) && !await_load(first)) return false;
       uint32_t vecs[kVecsInFlight];
       WEFT_UNROLL
       for (uint32_t i = 0; i < kVecsInFlight; ++i) {
@@ -232,7 +233,7 @@ struct Incoming {
     d.warp.sync();
     return true;
   }
-  WEFT_DEVICE bool await_chunk(uint32_t first) {
+  WEFT_DEVICE bool await_load(uint32_t first) {
     return await_lines(d.a.call, d.warp, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv, [&] {
       load(first);
       return !d.warp.any(!came);
@@ -244,7 +245,7 @@ template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
   if constexpr (D::kPorts)
-    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+    if (d.a.call.page.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 
@@ -253,10 +254,10 @@ WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t bat
 template <class D>
 WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   const uint64_t* at = batch_word(d, incoming.source, incoming.batch);
-  const bool takes_chunk = d.sends_lines();  // a rank with few tokens mostly has peers with few
+  const bool takes_first = d.sends_lines();  // a rank with few tokens mostly has peers with few
   auto look = [&] {
     word = d.warp.rank() == 0 ? load_signal(at) : 0;
-    const bool came = incoming.look(takes_chunk);
+    const bool came = incoming.look(takes_first);
     return !d.warp.any(!came) || d.warp.any(word >= want);
   };
   const bool is_there =

@@ -24,8 +24,8 @@ namespace weft {
 inline constexpr uint32_t kMaxBatches = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
 inline constexpr uint32_t kWordsPerSource = 1024;  // batches, or (batch, piece) pairs in combine
 inline constexpr uint32_t kMaxExperts = 16384;
-inline constexpr uint32_t kCarrierTables = 5;  // see low_latency_ports.h
-inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
+inline constexpr uint32_t kRailTables = 5;  // see low_latency_ports.h
+inline constexpr uint32_t kCallSlots = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.
 struct LowLatencyState {
@@ -34,9 +34,9 @@ struct LowLatencyState {
   uint64_t watched;      // launches that the watching block has seen the end of
   uint64_t left;         // kLaunchShare for each launch whose other blocks have all come to their end
   uint64_t raised;       // of the fault box, as the watching block last saw it
-  uint64_t call_epoch[kTickets];
+  uint64_t call_epoch[kCallSlots];
 };
-static_assert(sizeof(LowLatencyState) == 48 + 8 * kTickets);
+static_assert(sizeof(LowLatencyState) == 48 + 8 * kCallSlots);
 
 // The arguments that a rank sends to every peer at the start of a call; they must agree.
 struct LowLatencyHandshake {
@@ -48,14 +48,14 @@ struct LowLatencyHandshake {
 static_assert(sizeof(LowLatencyHandshake) == 32);
 
 struct LowLatencyControl {
-  uint64_t state;      // LowLatencyState of this rank
-  uint64_t masked;     // u32[R] of this rank: 1 for peers to leave out
-  uint64_t consumed;   // u64[2][R]          by half, peer: the last call that the peer has read whole
-  uint64_t arrived;    // u64[2][R]          by half, source: the last call whose handshake or weights came
-  uint64_t counts;     // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
-  uint64_t handshake;  // LowLatencyHandshake[2][R]
-  uint64_t word;       // u64[2][R][kWordsPerSource]
-  uint64_t carriers;   // CarrierTables of this rank: see low_latency_ports.h
+  uint64_t state;        // LowLatencyState of this rank
+  uint64_t masked;       // u32[R] of this rank: 1 for peers to leave out
+  uint64_t consumed;     // u64[2][R]          by half, peer: the last call that the peer has read whole
+  uint64_t arrived;      // u64[2][R]          by half, source: the last call whose handshake or weights came
+  uint64_t counts;       // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
+  uint64_t handshake;    // LowLatencyHandshake[2][R]
+  uint64_t word;         // u64[2][R][kWordsPerSource]
+  uint64_t rail_tables;  // RailTables of this rank: see low_latency_ports.h
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -68,7 +68,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.handshake = carver.take(2 * ranks * sizeof(LowLatencyHandshake));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
-  at.carriers = carver.take(kCarrierTables * ranks * 4);
+  at.rail_tables = carver.take(kRailTables * ranks * 4);
   at.end = carver.take(0);
   return at;
 }
@@ -114,10 +114,10 @@ WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
   return a > b ? a : b;
 }
 
-// A token on its way to one rank, or to a node: a head and a body. The head has u32 words {token, 1 where the source keeps
-// the row (host alone: kept_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any}, the body the
-// row and its scales. The expert is the rank's own number of it, or -1; in a message to a node the number among all
-// experts. As lines, those of the head come first.
+// A token on its way to one rank, or to a domain: a head and a body. The head has u32 words {token, 1 where the source
+// keeps the row (host alone: source_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any},
+// the body the row and its scales. The expert is the rank's own number of it, or -1; in a message to a domain the
+// number among all experts. As lines, those of the head come first.
 inline constexpr uint32_t kHeadKeepsRow = 1;
 struct MessageLayout {
   uint64_t expert;  // in words
@@ -277,7 +277,7 @@ struct CombineShared {
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
   uint64_t
-      gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_node.cuh
+      gathered;  // u32[gathered words]  with replies once for each domain: see low_latency_combine_domain.cuh
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps,

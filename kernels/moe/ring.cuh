@@ -61,7 +61,7 @@ WEFT_DEVICE void move_message(const RingArgs& a, Block block, Warp warp, const S
   RowPipe<kPipeStages> pipe(
       warp, block.shared() + kPipeBarrierBytes + warp.index() * pipe_bytes(kRingPieceBytes), kRingPieceBytes);
   // A neighbour whose buffer is not aligned has stored what is copied here, or loaded from where it goes, without bulk copies.
-  pipe.sees_arrived();
+  pipe.fence_acquired();
   Tasks tasks(warp, share, a.state);
   pipe.run(
       [&] {

@@ -126,7 +126,7 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
   }
   template <class Element>
   WEFT_DEVICE void build_row(uint32_t source, const int32_t* record, std::byte* at) const {
-    if (build_alone<Element>(source, record, at)) return;
+    if (build_by_thread<Element>(source, record, at)) return;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
       this->template add_domain<Element>(sums, source, record, 0, v, warp_.size());
@@ -138,12 +138,12 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
 
   // The same at once; false: not here. The network reads the sum next.
   template <class Element>
-  WEFT_DEVICE bool build_alone(uint32_t source, const int32_t* record, std::byte* at) const {
-    if constexpr (kSumsAlone) {
+  WEFT_DEVICE bool build_by_thread(uint32_t source, const int32_t* record, std::byte* at) const {
+    if constexpr (kSumsByThread) {
       AddedRow rows[kMostAddedRows];
       const uint32_t count = this->list_domain(rows, source, record, 0);
       return count <= kMostAddedRows &&
-             Element::template sum_alone<false>(at, rows, count, shape_.row_bytes, false);
+             Element::template sum_by_thread<false>(at, rows, count, shape_.row_bytes, false);
     }
     return false;
   }
@@ -227,7 +227,7 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
 
   template <class Element>
   WEFT_DEVICE void sum_row(uint32_t batch, uint64_t token, const RingState* states) const {
-    if (sum_alone<Element>(batch, token, states)) return;
+    if (sum_by_thread<Element>(batch, token, states)) return;
     const uint64_t stride = warp_.size(), at = token * shape_.row_bytes;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
@@ -260,8 +260,8 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
   // The same at once; false: not here. Where there are several rows of the own domain, their sum is made a piece
   // before.
   template <class Element>
-  WEFT_DEVICE bool sum_alone(uint32_t batch, uint64_t token, const RingState* states) const {
-    if constexpr (kSumsAlone) {
+  WEFT_DEVICE bool sum_by_thread(uint32_t batch, uint64_t token, const RingState* states) const {
+    if constexpr (kSumsByThread) {
       AddedRow own[kMostAddedRows], terms[kMostAddedRows];
       const uint32_t own_count = this->list_domain(own, mesh_.rank(), nullptr, token);
       uint32_t count = 0, own_at = 0;
@@ -290,10 +290,10 @@ class CombineBatches : public DomainRows<MeshT, Shape> {
     for (uint64_t done = 0; done < shape_.row_bytes; done += kPieceBytes) {
       const uint64_t left = shape_.row_bytes - done, bytes = left < kPieceBytes ? left : kPieceBytes;
       if (own_count > 1) {
-        if (!Element::template sum_alone<false>(part, own, own_count, bytes, false)) return false;
+        if (!Element::template sum_by_thread<false>(part, own, own_count, bytes, false)) return false;
         terms[own_at].at = part;
       }
-      if (!Element::template sum_alone<false>(out + done, terms, count, bytes, true)) return false;
+      if (!Element::template sum_by_thread<false>(out + done, terms, count, bytes, true)) return false;
       for (uint32_t i = 0; i < own_count; ++i) own[i].at += kPieceBytes;
       for (uint32_t i = 0; i < count; ++i) terms[i].at += kPieceBytes;
     }

@@ -161,7 +161,7 @@ WEFT_DEVICE bool serve_batches(const Args& a, Block block, Warp warp, Batches& b
 
 // Copies what the network or a peer wrote; places and bytes are multiples of 4, or of 16.
 WEFT_DEVICE void copy_arrived(Warp warp, void* dst, const void* src, uint64_t bytes) {
-  if (warp.size() == 1 && copy_alone(dst, src, bytes)) return;
+  if (warp.size() == 1 && copy_by_thread(dst, src, bytes)) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | bytes;
   if (bits % 16 != 0) {
     for (uint64_t i = warp.rank(); i < bytes / 4; i += warp.size())

@@ -19,7 +19,7 @@ WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*sr
 }
 
 // One thread has nothing better here than a loop over vectors.
-WEFT_DEVICE bool copy_alone(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+WEFT_DEVICE bool copy_by_thread(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;
 }
 
@@ -29,10 +29,10 @@ WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*
 
 struct Vec16;
 struct AddedRow;
-inline constexpr bool kSumsAlone = false;
+inline constexpr bool kSumsByThread = false;
 template <bool kIsWeighted>
-WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,
-                                uint64_t /*bytes*/, bool /*past_caches*/) {
+WEFT_DEVICE bool sum_bf16_by_thread(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,
+                                    uint64_t /*bytes*/, bool /*past_caches*/) {
   return false;
 }
 
@@ -58,10 +58,9 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
 
-// Where a peer may look for a line's tag at the same time, and find something else. `at` may be in shared
-// memory.
+// A plain store, where a peer may load at the same time, in search of a line's tag. `at` may be in shared memory.
 template <class T>
-WEFT_DEVICE void store_watched(T* at, T value) {
+WEFT_DEVICE void store_unordered(T* at, T value) {
   *at = value;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.DispatchState: the routes of one high-throughput dispatch, which nobody changes. It is what repeats and
-// combines read of a handle (weft/moe/handle.py).
+// weft._core.DispatchState: the routes of one high-throughput dispatch. It is immutable. Repeats and combines read it
+// of a handle (weft/moe/handle.py).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -23,8 +23,8 @@ template <class Calls, class Memory, class... Tensor>
 void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
   into.def("send", [memory](const Calls& self, Tensor... at,
                             uint64_t stream) { return self.send(memory(at...), pointer<void>(stream)); })
-      .def("receive_into", [memory](const Calls& self, Tensor... at, uint32_t ticket, uint64_t stream) {
-        self.receive_into(memory(at...), ticket, pointer<void>(stream));
+      .def("receive_into", [memory](const Calls& self, Tensor... at, uint32_t call_slot, uint64_t stream) {
+        self.receive_into(memory(at...), call_slot, pointer<void>(stream));
       });
 }
 
@@ -96,10 +96,10 @@ Fields<LowLatencyCombineFacts> combine_fields() {
 void bind_calls(nb::module_& module) {
   nb::class_<SentDispatch>(module, "SentDispatch")
       .def_ro("number", &SentDispatch::number)
-      .def_ro("ticket", &SentDispatch::ticket);
+      .def_ro("call_slot", &SentDispatch::call_slot);
   nb::class_<SentCombine>(module, "SentCombine")
       .def_ro("number", &SentCombine::number)
-      .def_ro("ticket", &SentCombine::ticket);
+      .def_ro("call_slot", &SentCombine::call_slot);
   nb::class_<DispatchCalls> dispatch(module, "LowLatencyDispatchCalls");
   def_calls(dispatch, &dispatch_memory);
   nb::class_<CombineCalls> combine(module, "LowLatencyCombineCalls");
@@ -151,7 +151,7 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<0, 1>())
       .def(
-          "sends_once_per_node",
+          "sends_once_per_domain",
           [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
              uint32_t row_bytes, uint32_t scale_bytes) {
             LowLatencyDispatchFacts facts;
@@ -160,13 +160,13 @@ void bind_low_latency(nb::module_& module) {
             facts.experts = experts;
             facts.row_bytes = row_bytes;
             facts.scale_bytes = scale_bytes;
-            return self.sends_once_per_node(facts);
+            return self.sends_once_per_domain(facts);
           },
           nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"),
           nb::arg("scale_bytes"))
       // The first plan compiles its kernel.
       .def(
-          "replies_once_per_node",
+          "replies_once_per_domain",
           [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
              uint32_t row_bytes) {
             LowLatencyCombineFacts facts;
@@ -174,7 +174,7 @@ void bind_low_latency(nb::module_& module) {
             facts.top_k = top_k;
             facts.experts = experts;
             facts.row_bytes = row_bytes;
-            return self.replies_once_per_node(facts);
+            return self.replies_once_per_domain(facts);
           },
           nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"))
       .def(

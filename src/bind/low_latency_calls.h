@@ -23,7 +23,7 @@ template <class Planned, class Memory>
 struct SentCall {
   std::shared_ptr<const Planned> plan;
   Memory memory;
-  uint32_t ticket;
+  uint32_t call_slot;
   uint64_t number;  // among the calls of the buffer; 0 for one that a graph captured
   void* stream;
   bool is_late = false;  // sent with its receive
@@ -49,7 +49,7 @@ class PlannedCalls {
     check(check_ids(memory));
     check(mode_->send_up_to());
     const LowLatencyRun run = value_or_throw(mode_->begin_run(stream, after, joins));
-    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, run.stream));
+    check(mode_->launch(*plan_, memory, mode_->next_call_slot(), kPhaseSend | kPhaseReceive, run.stream));
     check(mode_->end_run(run));
   }
 
@@ -58,48 +58,48 @@ class PlannedCalls {
     nanobind::gil_scoped_release released;
     check(check_ids(memory));
     check(mode_->send_up_to());
-    const uint32_t ticket = mode_->next_ticket();
-    const bool is_captured = value_or_throw(send_now(*mode_, *plan_, memory, ticket, stream));
-    return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
+    const uint32_t call_slot = mode_->next_call_slot();
+    const bool is_captured = value_or_throw(send_now(*mode_, *plan_, memory, call_slot, stream));
+    return {plan_, memory, call_slot, mode_->count_call(is_captured), stream};
   }
   // The same, outside of graphs, but the send is launched together with the receive. Until one such call has run, every
   // call of the plan should use this.
   Sent send_later(const Memory& memory, void* stream) const {
     check(check_ids(memory));
-    const uint32_t ticket = mode_->next_ticket();
+    const uint32_t call_slot = mode_->next_call_slot();
     const uint64_t number = mode_->count_call(false);
-    mode_->send_later(number, [mode = mode_, plan = plan_, memory, ticket, stream]() -> Status {
-      return send_now(*mode, *plan, memory, ticket, stream).status();
+    mode_->send_later(number, [mode = mode_, plan = plan_, memory, call_slot, stream]() -> Status {
+      return send_now(*mode, *plan, memory, call_slot, stream).status();
     });
-    return {plan_, memory, ticket, number, stream, true};
+    return {plan_, memory, call_slot, number, stream, true};
   }
   bool was_late() const { return was_late_; }  // a late send of the plan was received
 
   void receive(const Sent& sent) const {
     nanobind::gil_scoped_release released;
     check(mode_->send_up_to(sent.number));
-    receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
+    receive(*sent.plan, sent.memory, sent.call_slot, sent.stream);
     was_late_ = was_late_ || sent.is_late;
   }
   // A call that another plan sent, perhaps: outputs may differ.
-  void receive_into(const Memory& memory, uint32_t ticket, void* stream) const {
+  void receive_into(const Memory& memory, uint32_t call_slot, void* stream) const {
     nanobind::gil_scoped_release released;
-    receive(*plan_, memory, ticket, stream);
+    receive(*plan_, memory, call_slot, stream);
   }
 
  private:
   // Returns whether a graph captures it.
-  static Result<bool> send_now(LowLatency& mode, const Planned& plan, const Memory& memory, uint32_t ticket,
-                               void* stream) {
+  static Result<bool> send_now(LowLatency& mode, const Planned& plan, const Memory& memory,
+                               uint32_t call_slot, void* stream) {
     WEFT_TRY_ASSIGN(const bool is_captured, mode.begin_phase(stream));
-    WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));
+    WEFT_TRY(mode.launch(plan, memory, call_slot, kPhaseSend, stream));
     WEFT_TRY(mode.end_phase(stream, is_captured));
     return is_captured;
   }
-  void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) const {
+  void receive(const Planned& plan, const Memory& memory, uint32_t call_slot, void* stream) const {
     check(mode_->check_owner());
     const bool is_captured = value_or_throw(mode_->begin_phase(stream));
-    check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
+    check(mode_->launch(plan, memory, call_slot, kPhaseReceive, stream));
     check(mode_->end_phase(stream, is_captured));
   }
   Status check_ids(const Memory& memory) const {

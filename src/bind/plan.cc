@@ -44,7 +44,7 @@ void add_ways(nb::dict phase, const FanOut& ways) {
     add_times(of_way, *way);
     phase[name] = of_way;
   }
-  phase["fan_out"] = ways.is_per_node() ? "node" : "direct";
+  phase["fan_out"] = ways.is_per_domain() ? "node" : "direct";
 }
 
 nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict& machine) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks and their rendezvous say to each other: frames on a stream, put together as they come, and how the
-// silence of the other side is noticed.
+// Frames: the messages between ranks and the server of their rendezvous, assembled from what a stream receives; and the
+// rule by which a silent side is noticed.
 #pragma once
 
 #include <errno.h>

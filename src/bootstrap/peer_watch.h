@@ -70,7 +70,7 @@ class PeerWatch {
 
   // Whether nothing more can come from a peer: it has died or left.
   bool is_over(int peer);
-  // Who died first, and how; empty while nobody has. Who dies of another's death is not named.
+  // The first death, and how; empty while nobody has died. A rank that dies of another's death is not named.
   std::string lost();
   // The same where a death is likely: a process that ends loses its memory and its connections a moment before it is
   // known to have ended. Waits at most a second.

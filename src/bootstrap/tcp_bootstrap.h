@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A rendezvous of ranks over TCP. Its server is a thread of one process, which passes on what the ranks give each
-// other.
-// Ranks find it by a unique id, or at an address that all of them were given.
+// other. Ranks find it by a unique id, or at an address that all of them were given.
 //   WEFT_TRY_ASSIGN(UniqueId unique_id, open_rendezvous(""));                         // in one process, which sends it
 //   WEFT_TRY_ASSIGN(auto bootstrap, join_rendezvous(unique_id, rank, size, until));   // on every rank, there too
 //   auto bootstrap = bootstrap_at({"10.0.0.1", 29600, rank, size, secret});           // or: rank 0's process serves

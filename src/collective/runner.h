@@ -10,10 +10,10 @@
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
 // `stream`. Runs on several streams run one after another, except runs of pairs, which only wait for the others. On
 // the host it returns when it is done. All protocol state is in device memory, so a captured run may be replayed; the
-// graph's order counts then. Threads: one caller at a time; programs that only send to, or only receive from,
-// different ranks than others under way, reduce nothing and use no scratch, may run beside them. Buffers in windows
-// of the communicator are read and written by peers directly, and so is other host memory where the system lets
-// processes read each other: one copy instead of two. So are buffers of ranks of one process, in no window
+// graph's order counts then. Threads: one caller at a time, with one exception: a program that reduces nothing,
+// uses no scratch and only sends, or only receives, may run while others run, if none of those has the same peers.
+// Buffers in windows of the communicator are read and written by peers directly, and so is other host memory where the
+// system lets processes read each other: one copy instead of two. So are buffers of ranks of one process, in no window
 // (shared_addresses.h). A window must not be destroyed on some ranks while others still pass memory in it. Errors:
 // kPeerLost names the silent rank; kClosed names the window that this rank no longer has and the rank that used it;
 // kInvalid says which rank called what where calls differ. After any of them every call fails, because the ranks no

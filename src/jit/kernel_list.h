@@ -4,7 +4,7 @@
 // GPU architecture and the checks of struct sizes follow from the row.
 //   #define WEFT_ROW(needs, file, function, Args, Shape, threads, typical) ...
 //   WEFT_KERNELS(WEFT_ROW)
-// needs: kAny, whatever its peers can do; kMapped, it takes addresses of all of them; kPorts, for peers that have none.
+// needs: kAny: runs with all peers. kMapped: all peers are mapped. kPorts: there are port peers.
 // Shape: the host's struct of run-time fields. threads: per block on GPUs. typical: sets of compile-time constants that the
 // tests compile it with.
 // CMake reads the first five columns: it writes a file to compile for each row (host_kernel.cc.in), so that a change of

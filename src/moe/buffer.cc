@@ -121,7 +121,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   if (levels && window->is_pinned()) {  // what kernels ask again and again is near
     WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));
     if (options.low_latency_bytes > 0) {
-      WEFT_TRY_ASSIGN(terms.board, make_low_latency_board(*comm, options.low_latency_bytes, terms.domains));
+      WEFT_TRY_ASSIGN(terms.page, make_low_latency_page(*comm, options.low_latency_bytes, terms.domains));
     }
   }
   if (levels) WEFT_TRY(levels->write_tables(*window));

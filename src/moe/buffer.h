@@ -39,8 +39,8 @@ struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
   uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
-  bool single_rank_domains =
-      false;  // no rank is in a domain with another: no rows are summed before they return
+  // No rank is in a domain with another one, so no rows are summed before they return.
+  bool single_rank_domains = false;
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which kernels the calls of a model launch: what launches take them from, and what compiles them ahead.
+// The keys of the kernels that the calls of a model launch. Launches use them, and so does compilation ahead of time.
 //   std::vector<KernelKey> keys = high_throughput_keys(format, ranks, limits_of("sm_90a"));
 // Pure functions: no device, no environment. Keys lack their mesh: see launch_on_mesh() and prepare_on_mesh().
 #pragma once

@@ -122,7 +122,7 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       order_(window.communicator()->device()),
       last_phase_(window.communicator()->device()),
       known_masked_(ranks()),
-      has_carriers_(write_carriers()) {}
+      has_rail_tables_(write_rail_tables()) {}
 
 LowLatency::~LowLatency() {
   for (uint32_t peer = 0; peer < known_masked_.size(); ++peer)
@@ -195,7 +195,7 @@ const std::string* LowLatency::late_receive() const {
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   LowLatencySizes sizes{ranks(),     max_tokens,         top_k,
                         experts,     terms_.line_tokens, half_bytes() - lines_at(),
-                        has_ports(), has_board()};
+                        has_ports(), has_page()};
   sizes.bulk_rows = bulk_rows_of(config().low_latency_bulk);
   return sizes;
 }
@@ -204,8 +204,8 @@ uint32_t* LowLatency::masks() const {
   return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).masked);
 }
 
-// Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
-bool LowLatency::may_share_nodes() const {
+// Where peers may be masked each rank gets its own: a lost rail peer would take the tokens of ranks that live.
+bool LowLatency::may_share_domains() const {
   return has_ports() && !waits_.may_mask && terms_.domains.widest >= 2;
 }
 
@@ -214,36 +214,36 @@ ExpertTrafficShape LowLatency::traffic_shape(uint32_t max_tokens, uint32_t top_k
   return {domains.count, domains.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
 }
 
-bool LowLatency::sends_once_per_node(const LowLatencyDispatchFacts& facts) const {
-  if (!may_share_nodes()) return false;
+bool LowLatency::sends_once_per_domain(const LowLatencyDispatchFacts& facts) const {
+  if (!may_share_domains()) return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
   ExpertTrafficShape shape = traffic_shape(facts.max_tokens, facts.top_k, facts.experts);
   shape.row_bytes = facts.row_bytes;
   shape.scale_bytes = facts.scale_bytes;
-  return plan_low_latency_fan_out(shape, terms_.links).is_per_node();
+  return plan_low_latency_fan_out(shape, terms_.links).is_per_domain();
 }
 
 // Replies that are exact or LogFMT, and those that find no room, go once for each rank, whatever the setting says.
-bool LowLatency::replies_once_per_node(const LowLatencyCombineFacts& facts) const {
-  if (!may_share_nodes() || facts.reply != kReplyReduced) return false;
+bool LowLatency::replies_once_per_domain(const LowLatencyCombineFacts& facts) const {
+  if (!may_share_domains() || facts.reply != kReplyReduced) return false;
   const Batches batches = sizes(facts.max_tokens, facts.top_k, facts.experts).batches();
-  if (!has_room_for_nodes(
+  if (!has_room_for_domains(
           port_combine_layout(ranks(), facts.max_tokens, facts.top_k, batches, facts.row_bytes, facts.reply),
           batches))
     return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
   ExpertTrafficShape shape = traffic_shape(facts.max_tokens, facts.top_k, facts.experts);
   shape.result_bytes = facts.row_bytes;
-  return plan_low_latency_reply_fan_out(shape, terms_.links).is_per_node();
+  return plan_low_latency_reply_fan_out(shape, terms_.links).is_per_domain();
 }
 
 // The same on all ranks.
-bool LowLatency::has_room_for_nodes(const PortCombineLayout& at, Batches batches) const {
+bool LowLatency::has_room_for_domains(const PortCombineLayout& at, Batches batches) const {
   const DomainPlan& domains = terms_.domains;
   for (uint32_t which = 0; which < domains.count; ++which) {
     const uint32_t size = domains.size(which);
-    if (node_word(batches, size, 0) > kWordsPerSource ||
-        node_combine_layout(at, batches, size, domains.most_sources_in(which)).bytes >
+    if (domain_word(batches, size, 0) > kWordsPerSource ||
+        domain_combine_layout(at, batches, size, domains.most_sources_in(which)).bytes >
             half_bytes() - lines_at())
       return false;
   }
@@ -320,11 +320,11 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchFacts& facts) c
   args.call.id_bytes = facts.id_bytes;
   args.call.handshake = {
       {facts.max_tokens, facts.row_bytes, facts.top_k, facts.experts, facts.scale_bytes,
-       dispatch_word(static_cast<uint32_t>(facts.payload), shape.weights != 0, sends_once_per_node(facts))},
+       dispatch_word(static_cast<uint32_t>(facts.payload), shape.weights != 0, sends_once_per_domain(facts))},
       0};
-  if (sends_once_per_node(facts)) {
-    WEFT_TRY(Status(has_carriers_));
-    args.carriers = carriers();
+  if (sends_once_per_domain(facts)) {
+    WEFT_TRY(Status(has_rail_tables_));
+    args.rail_tables = rail_tables();
   }
   args.x_row_bytes = facts.row_bytes * payload(facts.payload).shrinks_by;
   args.scale_expert_stride = facts.scale_expert_stride;
@@ -336,9 +336,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchFacts& facts) c
   args.line_tokens = plan.line_tokens;
   args.expert_rows = facts.expert_rows != 0 ? facts.expert_rows : ranks() * facts.max_tokens;
   args.max_rows = facts.max_rows;
-  args.call.board =
-      board(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
-                                                                 shape.row_bytes, shape.scale_bytes)));
+  args.call.page =
+      page(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
+                                                                shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be; nor where its kernel depends on what only the combine says.
@@ -353,25 +353,25 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchFacts& facts) c
 // Bytes are those of all chosen rows: how many of a token's go to one rank only the kernel knows.
 template <class Planned, class Memory>
 Status LowLatency::count_launch(const Counted& counted, const Planned& plan, const Memory& memory,
-                                uint32_t ticket, uint32_t phases, void* stream) {
+                                uint32_t call_slot, uint32_t phases, void* stream) {
   const auto& facts = plan.facts;
   const bool sends = (phases & kPhaseSend) != 0;
   const uint64_t bytes = sends ? uint64_t{facts.tokens} * facts.top_k * facts.row_bytes : 0;
   return tally_.count(counted.of(phases), {bytes, facts.tokens, -1, sends},
-                      [&] { return start(plan, memory, ticket, phases, stream); });
+                      [&] { return start(plan, memory, call_slot, phases, stream); });
 }
 
 Status LowLatency::launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
-                          uint32_t ticket, uint32_t phases, void* stream) {
-  return count_launch(dispatches_, plan, memory, ticket, phases, stream);
+                          uint32_t call_slot, uint32_t phases, void* stream) {
+  return count_launch(dispatches_, plan, memory, call_slot, phases, stream);
 }
 
-Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
-                         uint32_t phases, void* stream) {
+Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
+                         uint32_t call_slot, uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   LowLatencyDispatchArgs args = plan.args;
   args.call.phases = phases;
-  args.call.ticket = ticket % kTickets;
+  args.call.call_slot = call_slot % kCallSlots;
   static_cast<LowLatencyDispatchMemory&>(args) = memory;
   Launch how = plan.how;
   how.stream = stream;
@@ -389,7 +389,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineFacts& facts) con
         "use_logfmt: got True, allowed: with bfloat16 rows and sums that are not added to");
   LowLatencySizes all = sizes(facts.max_tokens, facts.top_k, facts.experts);
   all.grid_sms = facts.grid_sms;
-  if (replies_once_per_node(facts)) all.node_ranks = own_node_ranks();
+  if (replies_once_per_domain(facts)) all.domain_ranks = own_domain_ranks();
   const LowLatencyCombineShape shape{ranks(),
                                      all.experts_per_rank(),
                                      facts.top_k,
@@ -408,11 +408,11 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineFacts& facts) con
   args.call = common(all, plan, facts.tokens);
   args.call.id_bytes = facts.id_bytes;
   const auto row_options = static_cast<uint32_t>(facts.element * 4 + facts.reply);
-  const uint32_t kind = combine_word(row_options, facts.has_weights, all.node_ranks != 0);
+  const uint32_t kind = combine_word(row_options, facts.has_weights, all.domain_ranks != 0);
   args.call.handshake = {{facts.max_tokens, facts.row_bytes, facts.top_k, facts.experts, 0, kind}, 0};
   args.x_row_bytes = facts.row_bytes;
   args.sent_id_bytes = facts.sent_id_bytes;
-  args.has_kept_weights = facts.saved_weights ? 1 : 0;
+  args.has_saved_weights = facts.saved_weights ? 1 : 0;
   args.signal_value = facts.signal_value;
   args.signals_per_expert = facts.signals_per_expert;
   args.signal_rows = facts.signal_rows;
@@ -422,11 +422,11 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineFacts& facts) con
                                                      args.call.batches, shape.row_bytes, facts.reply);
     args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
     if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
-    args.call.board = board(own_combine(at, facts.max_tokens, facts.top_k, args.call.batches).replies);
-    if (all.node_ranks != 0) {
-      args.carriers = carriers();
-      args.node_ranks = all.node_ranks;
-      args.node_carried = terms_.domains.most_sources_in(terms_.domains.domain[rank()]);
+    args.call.page = page(own_combine(at, facts.max_tokens, facts.top_k, args.call.batches).replies);
+    if (all.domain_ranks != 0) {
+      args.rail_tables = rail_tables();
+      args.domain_ranks = all.domain_ranks;
+      args.domain_sources = terms_.domains.most_sources_in(terms_.domains.domain[rank()]);
     }
   }
   args.pieces = Divisor::of(plan.pieces);
@@ -452,18 +452,18 @@ LowLatencyCombineMemory LowLatency::filled(const PlannedCombine& plan, LowLatenc
   return memory;
 }
 
-Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
-                          uint32_t phases, void* stream) {
-  return count_launch(combines_, plan, memory, ticket, phases, stream);
+Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory,
+                          uint32_t call_slot, uint32_t phases, void* stream) {
+  return count_launch(combines_, plan, memory, call_slot, phases, stream);
 }
 
-Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
-                         uint32_t phases, void* stream) {
+Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory,
+                         uint32_t call_slot, uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   const PlannedCombine::Grid& grid = (phases & kPhaseSend) != 0 ? plan.sends : plan.receives;
   LowLatencyCombineArgs args = plan.args;
   args.call.phases = phases;
-  args.call.ticket = ticket % kTickets;
+  args.call.call_slot = call_slot % kCallSlots;
   static_cast<LowLatencyCombineMemory&>(args) = filled(plan, memory);
   args.receive_splits = grid.receive_splits;
   args.piece_splits = grid.piece_splits;

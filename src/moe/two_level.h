@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a MoeBuffer of ranks that do not all map each other has besides: its domains, and where its rings stand.
+// The part of a MoeBuffer for ranks that do not all map each other: its domains, and the places of its rings.
 //   WEFT_TRY_ASSIGN(const DomainPlan domains, agree_on_domains(*comm, false)); // collective
 //   TwoLevel levels(std::move(domains), plan_two_level(begin, ...), limits);
 //   WEFT_TRY(levels.write_tables(*window));

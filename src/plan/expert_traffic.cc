@@ -195,7 +195,7 @@ FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const Lin
   // Each put of a note, and those of replies.
   FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes),
                far * (1 + batches.count), chunk},
-              // What goes to a carrier goes over mapped links.
+              // What goes to a rail peer's window in the domain goes over mapped links.
               {near_bytes + whole(of_rank * others * near * bytes), notes + whole(of_node * others * bytes),
                far + uint64_t{shape.nodes - 1} * batches.count, chunk}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);

@@ -69,8 +69,8 @@ struct TrafficPhase {
 struct FanOut {
   TrafficPhase per_rank;
   TrafficPhase per_node;
-  bool is_per_node() const { return per_node.in_gpu.us < per_rank.in_gpu.us; }
-  const TrafficPhase& shorter() const { return is_per_node() ? per_node : per_rank; }
+  bool is_per_domain() const { return per_node.in_gpu.us < per_rank.in_gpu.us; }
+  const TrafficPhase& shorter() const { return is_per_domain() ? per_node : per_rank; }
 };
 
 struct ExpertTraffic {

@@ -7,9 +7,8 @@
 //   receiver: check every piece against what this peer attached -> copy -> count the user's immediate ->
 //   "slot done"
 //
-// On one host the slots are shared memory: the sender gathers straight into them and writes the immediate
-// alone.
-// Several slots are in flight, so that gathering, sending and placing overlap. A staged transfer is done
+// On one host the slots are shared memory: the sender gathers straight into them and writes only
+// the immediate. Several slots are in flight, so that gathering, sending and placing overlap. A staged transfer is done
 // when its pages are in place over there. A pack is written as a whole or, if one piece is refused, not at
 // all. Threads: the holder of the token.
 #pragma once

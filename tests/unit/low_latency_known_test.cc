@@ -73,10 +73,10 @@ TEST(LowLatencyKnown, TokensAndGridAreOfCallsAlone) {
   }
 }
 
-// Launches differ in tensors, phases and tickets, and these in what they wait for.
+// Launches differ in tensors, phases and call slots, and these in what they wait for.
 TEST(LowLatencyKnown, WhatLaunchesDifferInStaysAnArgument) {
   const std::string calls = with_known(dispatch_key(), dispatch_args(), "calls").prelude;
-  for (const char* field : {"phases", "ticket", "wait", "topk_idx", "args.x ", "routes", "dispatch_epoch"})
+  for (const char* field : {"phases", "call_slot", "wait", "topk_idx", "args.x ", "routes", "dispatch_epoch"})
     EXPECT_THAT(calls, Not(HasSubstr(field)));
   EXPECT_THAT(calls, Not(HasSubstr("receive_splits")));  // of value 0
 }

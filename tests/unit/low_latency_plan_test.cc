@@ -143,12 +143,12 @@ TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
 }
 
 // What a rank sends to itself has room beside the control area: all messages of a dispatch, all reduced replies.
-TEST(LowLatencyPlan, ABoardHoldsWhatARankSendsToItself) {
+TEST(LowLatencyPlan, APageHoldsWhatARankSendsToItself) {
   for (const uint32_t ranks : {2u, 3u, 8u, 64u}) {
     const LowLatencySizes sizes{ranks, 128, 8, 256, 0, 0, true, true};
     const uint64_t region =
         low_latency_bytes_with_ports(ranks, low_latency_hint_bytes({ranks, 128, 8, 256}, 7168));
-    const uint64_t half = (low_latency_board_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
+    const uint64_t half = (low_latency_page_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
     const LowLatencyDispatchShape shape = fp8(sizes, 7168);
     EXPECT_GE(half, own_dispatch_bytes(sizes.batches(),
                                        message_layout(8, true, shape.row_bytes, shape.scale_bytes)));

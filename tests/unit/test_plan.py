@@ -48,7 +48,7 @@ def test_bytes_are_those_of_drawn_routes(
         assert call["per_node"]["network_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.08)
         chosen = call["per_node" if call["fan_out"] == "node" else "per_rank"]
         assert {name: call[name] for name in chosen} == chosen
-    # What goes on within a node: a dispatch's rows to other ranks of it, a combine's to the carriers.
+    # What goes on within a node: a dispatch's rows to other ranks of it, a combine's to the rail peers.
     inner = near_rows + (rank_rows * (each - 1) / each if ll["combine"]["fan_out"] == "node" else 0)
     assert ll["combine"]["mapped_bytes"] == pytest.approx(inner / ranks * row, rel=0.08)
 

@@ -33,7 +33,7 @@ WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 // Device scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   uint64_t value;

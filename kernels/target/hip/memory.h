@@ -91,7 +91,7 @@ WEFT_DEVICE void store_register_local(uint64_t* at, uint64_t value) {
 WEFT_DEVICE void store_after_register(uint64_t* at, uint64_t value) {
   store_release_local(at, value);
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }

@@ -28,7 +28,7 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 inline uint64_t peek(const uint64_t* at) {
   return load_relaxed(at);
 }
@@ -174,7 +174,7 @@ inline void touch(const std::byte* at) {
 
 // Copies by one thread as the system's library does, which knows the machine's best way for every size;
 // false where a target has nothing better than a loop over vectors.
-inline bool copy_alone(void* dst, const void* src, uint64_t bytes) {
+inline bool copy_by_thread(void* dst, const void* src, uint64_t bytes) {
   if (dst != src) std::memcpy(dst, src, bytes);
   return true;
 }
@@ -199,9 +199,9 @@ inline bool copy_cold(void* dst, const void* src, uint64_t bytes) {
       held[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
     for (uint64_t i = 0; i < kStep / 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + i, held[i]);
   }
-  return copy_alone(to, from, bytes);
+  return copy_by_thread(to, from, bytes);
 #else
-  return copy_alone(dst, src, bytes);
+  return copy_by_thread(dst, src, bytes);
 #endif
 }
 
@@ -212,7 +212,8 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
   constexpr uint64_t kStep = 64, kSrcAhead = 2048;
   const auto* from = static_cast<const std::byte*>(src);
   auto* to = static_cast<std::byte*>(dst);
-  if (bytes == 0 || reinterpret_cast<uint64_t>(to) % sizeof(Vec16) != 0) return copy_alone(dst, src, bytes);
+  if (bytes == 0 || reinterpret_cast<uint64_t>(to) % sizeof(Vec16) != 0)
+    return copy_by_thread(dst, src, bytes);
   detail::touch(to);
   detail::touch(to + bytes - 1);
   for (; bytes >= kStep; bytes -= kStep, from += kStep, to += kStep) {
@@ -222,9 +223,9 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
       held[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
     for (uint64_t i = 0; i < kStep / 16; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, held[i]);
   }
-  return copy_alone(to, from, bytes);
+  return copy_by_thread(to, from, bytes);
 #else
-  return copy_alone(dst, src, bytes);
+  return copy_by_thread(dst, src, bytes);
 #endif
 }
 
@@ -256,9 +257,9 @@ inline void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
   store_release(halves, v.words[0] | uint64_t{v.words[1]} << 32);
 }
-// Where a peer may look for a line's tag at the same time, and find something else.
+// A store without order, where a peer may load at the same time, in search of a line's tag.
 template <class T>
-inline void store_watched(T* at, T value) {
+inline void store_unordered(T* at, T value) {
   if constexpr (sizeof(T) == sizeof(Vec16))
     store_line(at, value);
   else

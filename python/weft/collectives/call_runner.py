@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a checked call runs: chosen, brought onto memory that its program takes, planned, and kept for the next like it.
+"""How a checked call runs: chosen, brought onto memory that its program takes, and planned. Plans are cached.
 
 ``Collectives`` (weft.collectives.calls) is this with a method for each collective. A call takes one of two ways:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a group's calls: each runs in its caller's thread, or beside it, after all that were made before.
+"""The order of a group's calls: each runs in its caller's thread or in another, after all calls that were made before.
 
     order = CallsInOrder("weft-collectives")
     order.here(call)            # in this thread, and its result

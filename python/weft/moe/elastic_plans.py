@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of an ElasticBuffer's calls: the first of each signature is checked, and its plan kept for the others.
+"""The plans of an ElasticBuffer's calls: the first of each signature is checked, and its plan cached for the others.
 
     plans = ElasticPlans(contexts, num_max_tokens_per_rank=4096, allow_multiple_reduction=True)
     plan = plans.of_routes(x, (data, scales, topk_idx, topk_weights, stats), options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large results on the CPU lie where earlier ones lay that are gone.
+"""Large results on the CPU reuse the memory of earlier results that nobody has any more.
 
     rows = HostMemory().empty((4096, 7168), torch.bfloat16)
 

@@ -18,7 +18,7 @@ from weft.moe.device_context import DeviceContext
 
 
 def waits_for_loading(context: DeviceContext) -> bool:
-    """Return whether the first launch of another kernel may wait for a combine that waits for it."""
+    """Return whether the first launch of another kernel can wait for a combine, which itself waits for that kernel."""
     return context.is_cuda and bool(_core.cuda_loads_lazily())
 
 

@@ -247,10 +247,10 @@ class P2PAllToAll:
         calls = plans.receiver(handle.num_tokens, handle.id_bytes, layout)
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
         used = (*handle.saved[:4], None, None, *into)
-        ticket = handle.sent.ticket
+        call_slot = handle.sent.call_slot
         given = (out_x, out_x_scale, out_num_tokens)
         self._turns.begin_receive(handle)
-        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), given, made)
+        self._order.receive(context, lambda on: calls.receive_into(*used, call_slot, on), given, made)
         handle.phase, handle.layout, handle.routes, handle.saved = "dispatch_recv", layout, made.routes, ()
         handle.rows_shape = tuple(rows.shape)
         return P2PRows(rows, scales, counts, made.weights, made.src_rank, made.src_token)
@@ -332,9 +332,11 @@ class P2PAllToAll:
             if read is not None:
                 read.tensor()  # as the send got it
         used = (*handle.saved[:4], out, None, None, handle.saved[7])
-        ticket = handle.sent.ticket
+        call_slot = handle.sent.call_slot
         self._turns.begin_receive(handle)
-        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), (out_tokens,), (out,))
+        self._order.receive(
+            context, lambda on: calls.receive_into(*used, call_slot, on), (out_tokens,), (out,)
+        )
         handle.phase, handle.saved = "combine_recv", ()
         return out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a piece of the window, in which a received tensor lay, can be written again on a GPU.
+"""When a piece of the window that held a received tensor can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
     lease = pieces.lease(context, offset)       # of the core: src/bind/leases.h, as is what a storage has of it

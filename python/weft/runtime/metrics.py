@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has done so far, counted: ``weft.metrics()``; as Prometheus reads it; and as lines of the log.
+"""Counters of what this process has done: ``weft.metrics()``, Prometheus text, and lines of the log.
 
     counts = weft.metrics()
     counts.operations[0]["calls"], counts.peers[0]["bytes"]

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_node.cuh: answers where a sum of a node's replies to a token crosses the network once
+// low_latency_combine_domain.cuh: answers where a sum of a domain's replies to a token crosses the network once
 // (low_latency_ports.h).
-//   1 Replies to owners of this node go there. Those to any other owner go to its carrier here: each token's row to its
-//     place in the carrier's outbox, then, for each batch, which tokens have rows, and a word.
-//   2 The carrier waits for these words of all ranks of its node. It sums a token's rows, its own with them, and sends all
-//     sums of a batch as one range, the batch's word behind it.
-// Sums:    a rank's row is rounded as a reply is. The carrier adds rows in float32, in the order of the token's slots that
-//          they are the first of, and rounds once.
-// Waits:   step 1 for the owner's note; step 2 for that and for step 1 of the node's other ranks. A block does all its step 1
-//          before any step 2, so no two ranks wait for each other.
+//   1 Replies to owners of this domain go there. Those to any other owner go to its rail peer here: each token's row to
+//     its place in the rail peer's outbox, then, for each batch, which tokens have rows, and a word.
+//   2 The rail peer waits for these words of all ranks of its domain. It sums a token's rows, its own with them, and
+//     sends all sums of a batch as one range, the batch's word behind it.
+// Sums:    a rank's row is rounded as a reply is. The rail peer adds rows in float32, in the order of the token's slots
+//          that they are the first of, and rounds once.
+// Waits:   step 1 for the owner's note; step 2 for that and for step 1 of the domain's other ranks. A block does all
+//          its step 1 before any step 2, so no two ranks wait for each other.
 #pragma once
 
 #include "kernels/moe/low_latency_combine_answer_ports.cuh"
@@ -26,63 +26,63 @@ WEFT_DEVICE constexpr uint32_t slot_noted(uint32_t noted) {
   return noted & ((uint32_t{1} << kSlotBits) - 1);
 }
 
-// The replies of this node's ranks to a batch of another node's rank, in the window of its carrier.
+// The replies of this domain's ranks to a batch of another domain's rank, in the window of its rail peer.
 template <class C>
-struct NodeBatch {
+struct DomainBatch {
   const C& c;
   uint32_t owner;
   uint32_t batch;
   uint32_t first_token;  // of the batch: its owner says so
 
-  WEFT_DEVICE uint32_t carrier() const { return c.carrier(kCarrierFrom, owner); }
-  WEFT_DEVICE uint32_t own_place() const { return c.carrier(kPlaceInNode, c.mesh.rank()); }
+  WEFT_DEVICE uint32_t rail_peer() const { return c.rail(kRailPeerFrom, owner); }
+  WEFT_DEVICE uint32_t own_place() const { return c.rail(kPlaceInDomain, c.mesh.rank()); }
   WEFT_DEVICE uint32_t index_of(const int32_t* record) const {
     return static_cast<uint32_t>(record[0]) - first_token;
   }
-  // Rows and slots, from the first token's on, of the rank of a place in the node: not of the carrier.
+  // Rows and slots, from the first token's on, of the rank of a place in the domain: not of the rail peer.
   WEFT_DEVICE std::byte* rows(uint32_t place) const {
-    return outbox() + c.node_layout().rows + first_of(place) * c.port_layout().stride;
+    return outbox() + c.domain_layout().rows + first_of(place) * c.port_layout().stride;
   }
   WEFT_DEVICE uint32_t* slots(uint32_t place) const {
-    return reinterpret_cast<uint32_t*>(outbox() + c.node_layout().slots) + first_of(place);
+    return reinterpret_cast<uint32_t*>(outbox() + c.domain_layout().slots) + first_of(place);
   }
   WEFT_DEVICE uint64_t word(uint32_t place) const {
-    return word_offset(c.a.call, c.ranks(), c.epoch, owner, node_word(c.batches(), place, batch));
+    return word_offset(c.a.call, c.ranks(), c.epoch, owner, domain_word(c.batches(), place, batch));
   }
 
  private:
   WEFT_DEVICE std::byte* outbox() const {
-    return near_window(c.mesh, carrier()) + outbox_offset(c.a.call, c.shape.ranks, c.epoch);
+    return near_window(c.mesh, rail_peer()) + outbox_offset(c.a.call, c.shape.ranks, c.epoch);
   }
   WEFT_DEVICE uint64_t first_of(uint32_t place) const {
-    const uint32_t others_place = place - (place > c.carrier(kPlaceInNode, carrier()) ? 1 : 0);
-    return c.carried_at(owner, batch) * (c.a.node_ranks - 1) + uint64_t{others_place} * c.batches().capacity;
+    const uint32_t others_place = place - (place > c.rail(kPlaceInDomain, rail_peer()) ? 1 : 0);
+    return c.source_at(owner, batch) * (c.a.domain_ranks - 1) + uint64_t{others_place} * c.batches().capacity;
   }
 };
 
 // After the owner's note has come.
 template <class C>
-WEFT_DEVICE NodeBatch<C> node_batch(const C& c, uint32_t owner, uint32_t batch) {
+WEFT_DEVICE DomainBatch<C> domain_batch(const C& c, uint32_t owner, uint32_t batch) {
   const std::byte* share = c.note_from(owner) + c.port_layout().note.share;
   return {c, owner, batch, batch * load_relaxed(reinterpret_cast<const uint32_t*>(share))};
 }
 
 // Notes in gathered() which tokens of a batch this rank has messages for. The block, which synchronises afterwards.
 template <class C>
-WEFT_DEVICE void note_messages(const C& c, const NodeBatch<C>& node, const Answered& of) {
+WEFT_DEVICE void note_messages(const C& c, const DomainBatch<C>& domain, const Answered& of) {
   const auto words = static_cast<uint32_t>(c.routes().record_words);
-  uint32_t* noted = c.gathered(node.own_place());
+  uint32_t* noted = c.gathered(domain.own_place());
   WEFT_ROLLED
   for (uint32_t index = c.block.rank(); index < of.messages; index += c.block.size()) {
     const int32_t* record = of.records + index * words;
     uint32_t slot = 0;
     while (slot < c.top_k() && record[1 + slot] < 0) ++slot;
-    noted[node.index_of(record)] = index << kSlotBits | (slot + 1);
+    noted[domain.index_of(record)] = index << kSlotBits | (slot + 1);
   }
 }
 template <class C>
 WEFT_DEVICE void clear_noted(const C& c) {
-  uint32_t* noted = c.gathered(c.carrier(kPlaceInNode, c.mesh.rank()));
+  uint32_t* noted = c.gathered(c.rail(kPlaceInDomain, c.mesh.rank()));
   WEFT_ROLLED
   for (uint32_t i = c.block.rank(); i < c.batches().capacity; i += c.block.size()) noted[i] = 0;
 }
@@ -97,60 +97,60 @@ WEFT_DEVICE void for_each_batch(const C& c, Answer answer) {
 
 // ---- step 1
 
-// Tells the carrier that this rank's replies to a batch are there. The warp.
+// Tells the rail peer that this rank's replies to a batch are there. The warp.
 template <class C>
-WEFT_DEVICE void tell_carrier(const C& c, const NodeBatch<C>& node) {
-  const uint32_t* noted = c.gathered(node.own_place());
-  uint32_t* slots = node.slots(node.own_place());
+WEFT_DEVICE void tell_rail_peer(const C& c, const DomainBatch<C>& domain) {
+  const uint32_t* noted = c.gathered(domain.own_place());
+  uint32_t* slots = domain.slots(domain.own_place());
   for (uint32_t i = c.warp.rank(); i < c.batches().capacity; i += c.warp.size())
     store_relaxed(slots + i, slot_noted(noted[i]));
   c.warp.sync();
   if (c.warp.rank() == 0)
-    put_control(c.a.call, c.mesh, node.carrier(), node.word(node.own_place()),
+    put_control(c.a.call, c.mesh, domain.rail_peer(), domain.word(domain.own_place()),
                 c.epoch.number * kWordEpoch | kWordDone);
 }
 
-// Answers a batch, where the outbox has room for all replies to it: to its owner, or to the carrier. The block.
+// Answers a batch, where the outbox has room for all replies to it: to its owner, or to the rail peer. The block.
 template <class C>
 WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
   const Answered of = answered(c, owner, batch);
-  const bool is_handed = c.is_carried(owner);  // the carrier waits for batches without messages, too
-  if ((of.messages == 0 && !is_handed) || c.present()[owner] == 0) return;
+  const bool by_rail = c.goes_by_rail(owner);  // the rail peer waits for batches without messages, too
+  if ((of.messages == 0 && !by_rail) || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
   begin_batch(c);
-  if (is_handed) {
+  if (by_rail) {
     clear_noted(c);
     c.block.sync();
   }
   bool is_made = owner_agrees(c, owner);
   PortReplies<C> replies(c, owner, batch);  // where they go the note says
-  const NodeBatch<C> node = is_handed ? node_batch(c, owner, batch) : NodeBatch<C>{c, owner, batch, 0};
-  std::byte* const first = is_handed ? node.rows(node.own_place()) : replies.at(0);
-  if (is_made && is_handed) note_messages(c, node, of);
+  const DomainBatch<C> domain = by_rail ? domain_batch(c, owner, batch) : DomainBatch<C>{c, owner, batch, 0};
+  std::byte* const first = by_rail ? domain.rows(domain.own_place()) : replies.at(0);
+  if (is_made && by_rail) note_messages(c, domain, of);
   is_made = is_made && build_replies(c, of, [&](uint32_t index, const int32_t* record) {
               const uint32_t number =
-                  is_handed ? node.index_of(record) : replies_before(c, of.records, index);
+                  by_rail ? domain.index_of(record) : replies_before(c, of.records, index);
               return first + number * c.port_layout().stride;
             });
   if (!all_made(c, is_made) || c.warp.index() != 0) return;
-  if (is_handed)
-    tell_carrier(c, node);
+  if (by_rail)
+    tell_rail_peer(c, domain);
   else
     replies.send(replies_before(c, of.records, of.messages), of.messages);
 }
 
 // ---- step 2
 
-// Waits for the replies of this node's other ranks to a batch. The warp.
+// Waits for the replies of this domain's other ranks to a batch. The warp.
 template <class C>
-WEFT_DEVICE bool await_node(const C& c, const NodeBatch<C>& node) {
+WEFT_DEVICE bool await_domain(const C& c, const DomainBatch<C>& domain) {
   bool came = true;
-  for (uint32_t place = c.warp.rank(); place < c.a.node_ranks; place += c.warp.size()) {
-    if (place == node.own_place()) continue;
-    const auto* word = reinterpret_cast<const uint64_t*>(control_at(c.a.call, c.mesh, node.word(place)));
+  for (uint32_t place = c.warp.rank(); place < c.a.domain_ranks; place += c.warp.size()) {
+    if (place == domain.own_place()) continue;
+    const auto* word = reinterpret_cast<const uint64_t*>(control_at(c.a.call, c.mesh, domain.word(place)));
     uint64_t seen = 0;
     came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone,
-                 c.carrier(kRankOfNode, place), Site::kLowLatencyCombineRecv, kWordEpoch, seen) &&
+                 c.rail(kRankOfDomain, place), Site::kLowLatencyCombineRecv, kWordEpoch, seen) &&
            came;
   }
   c.warp.sync();
@@ -159,12 +159,12 @@ WEFT_DEVICE bool await_node(const C& c, const NodeBatch<C>& node) {
 
 // Copies the other ranks' entries of gathered() beside this rank's. The block, which synchronises afterwards.
 template <class C>
-WEFT_DEVICE void gather_noted(const C& c, const NodeBatch<C>& node) {
+WEFT_DEVICE void gather_noted(const C& c, const DomainBatch<C>& domain) {
   const uint32_t capacity = c.batches().capacity;
   WEFT_ROLLED
-  for (uint32_t i = c.block.rank(); i < c.a.node_ranks * capacity; i += c.block.size()) {
+  for (uint32_t i = c.block.rank(); i < c.a.domain_ranks * capacity; i += c.block.size()) {
     const uint32_t place = i / capacity;
-    if (place != node.own_place()) c.gathered(0)[i] = load_relaxed(node.slots(place) + i % capacity);
+    if (place != domain.own_place()) c.gathered(0)[i] = load_relaxed(domain.slots(place) + i % capacity);
   }
 }
 
@@ -173,7 +173,7 @@ template <class C>
 WEFT_DEVICE bool has_sum(const C& c, uint32_t index) {
   bool has_any = false;
   WEFT_ROLLED
-  for (uint32_t place = 0; place < c.a.node_ranks; ++place)
+  for (uint32_t place = 0; place < c.a.domain_ranks; ++place)
     has_any = has_any || c.gathered(place)[index] != 0;
   return has_any;
 }
@@ -184,31 +184,31 @@ WEFT_DEVICE uint32_t sums_before(const C& c, uint32_t index) {
   for (uint32_t i = c.warp.rank(); i < index; i += c.warp.size()) count += has_sum(c, i) ? 1 : 0;
   return c.warp.sum(count);
 }
-// The place in the node of the rank whose row of a token is the first of slot k; -1: of none. One thread.
+// The place in the domain of the rank whose row of a token is the first of slot k; -1: of none. One thread.
 template <class C>
 WEFT_DEVICE int32_t place_of_slot(const C& c, uint32_t index, uint32_t k) {
   int32_t found = -1;
   WEFT_ROLLED
-  for (uint32_t place = 0; place < c.a.node_ranks; ++place)
+  for (uint32_t place = 0; place < c.a.domain_ranks; ++place)
     if (slot_noted(c.gathered(place)[index]) == k + 1) found = static_cast<int32_t>(place);
   return found;
 }
 
 // Loads the listed rows of a token. The own one it makes.
 template <class C, class Element>
-struct NodeSource {
-  const NodeBatch<C>& node;
+struct DomainSource {
+  const DomainBatch<C>& domain;
   const VecLayout& layout;
   uint32_t index;     // of the token
   uint32_t own_rows;  // of how many rows this rank makes its own
 
   WEFT_DEVICE bool is_own(uint32_t row) const {
-    return static_cast<uint32_t>(node.c.rows()[row]) == node.own_place();
+    return static_cast<uint32_t>(domain.c.rows()[row]) == domain.own_place();
   }
   template <uint32_t kRows, uint32_t kVecs>
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
-    const C& c = node.c;
+    const C& c = domain.c;
     bool has_own = false;
     for (uint32_t r = 0; r < kRows && row + r < count; ++r) has_own = has_own || is_own(row + r);
     Vec16 made[kVecs] = {};
@@ -221,8 +221,8 @@ struct NodeSource {
         for (uint32_t v = 0; v < kVecs; ++v) held[r][v] = made[v];
         continue;
       }
-      const auto* vecs = reinterpret_cast<const Vec16*>(node.rows(static_cast<uint32_t>(c.rows()[row + r])) +
-                                                        index * c.port_layout().stride);
+      const auto* vecs = reinterpret_cast<const Vec16*>(
+          domain.rows(static_cast<uint32_t>(c.rows()[row + r])) + index * c.port_layout().stride);
       if constexpr (kIsHost) {
         load_side_by_side(held[r], vecs, first, last);
         continue;
@@ -239,9 +239,9 @@ struct NodeSource {
 
 // A part of the sum of a token's rows. False: this rank's own rows are not there. The warp.
 template <class C>
-WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answered& of, uint32_t index,
-                             uint32_t part, std::byte* sum) {
-  const uint32_t noted = c.gathered(node.own_place())[index];
+WEFT_DEVICE bool sum_of_domain(const C& c, const DomainBatch<C>& domain, const Answered& of, uint32_t index,
+                               uint32_t part, std::byte* sum) {
+  const uint32_t noted = c.gathered(domain.own_place())[index];
   const int32_t* record = of.records + (noted >> kSlotBits) * c.routes().record_words;
   const bool has_own = noted != 0;
   if (has_own && c.a.signals && !await_rows(c, record)) return false;
@@ -252,7 +252,7 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
   const VecLayout layout{false, c.row_vecs(), c.tag()};
   with_row_element(c.shape, [&](auto element) {
     using Element = decltype(element);
-    const NodeSource<C, Element> source{node, layout, index, own_rows};
+    const DomainSource<C, Element> source{domain, layout, index, own_rows};
     const auto put = [&](uint32_t at, const float (&sums)[Element::kPerVec]) {
       store_vec(reinterpret_cast<Vec16*>(sum) + at, Element::round(sums));
     };
@@ -263,7 +263,7 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
   return true;
 }
 
-// Sums this node's replies to a batch of an owner that this rank carries for, and sends the sums. The block.
+// Sums this domain's replies to a batch of an owner that this rank gathers for, and sends the sums. The block.
 template <class C>
 WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
   if (c.present()[owner] == 0) return;
@@ -273,10 +273,10 @@ WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
   c.block.sync();
   const Answered of = answered(c, owner, batch);
   bool is_made = owner_agrees(c, owner);
-  const NodeBatch<C> node = node_batch(c, owner, batch);
-  if (is_made) note_messages(c, node, of);
-  is_made = is_made && await_node(c, node);
-  if (is_made) gather_noted(c, node);
+  const DomainBatch<C> domain = domain_batch(c, owner, batch);
+  if (is_made) note_messages(c, domain, of);
+  is_made = is_made && await_domain(c, domain);
+  if (is_made) gather_noted(c, domain);
   const bool is_gathered = all_made(c, is_made);
   c.block.sync();  // before a warp says that it cannot make a sum
   if (!is_gathered) return;
@@ -286,13 +286,14 @@ WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
        unit += c.block.warps()) {
     const uint32_t index = unit / c.reply_parts();
     if (has_sum(c, index))
-      is_made = sum_of_node(c, node, of, index, unit % c.reply_parts(), replies.at(sums_before(c, index)));
+      is_made =
+          sum_of_domain(c, domain, of, index, unit % c.reply_parts(), replies.at(sums_before(c, index)));
   }
   const uint32_t sums = sums_before(c, c.batches().capacity);
   if (all_made(c, is_made) && c.warp.index() == 0 && sums != 0) replies.send(sums, sums);
 }
 
-// The batches of all owners that this rank carries for. A function of its own, so that its registers do not burden
+// The batches of all owners that this rank gathers for. A function of its own, so that its registers do not burden
 // other roles.
 template <class MeshT, class Shape>
 WEFT_APART void gather_batches(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape,

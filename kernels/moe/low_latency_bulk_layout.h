@@ -9,7 +9,7 @@
 namespace weft {
 
 // A lane has one place of a row, at most.
-inline constexpr uint32_t kMostBulkTopK = 32;
+inline constexpr uint32_t kMostBulkTopK = kMostTopK;
 inline constexpr uint32_t kMostBulkPieceBytes = 2560;
 
 // Rows go in pieces as even as they come.

@@ -13,8 +13,6 @@
 namespace weft {
 namespace low_latency {
 
-inline constexpr bool kIsHost = Warp::kMaxSize == 1;
-
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
@@ -35,9 +33,9 @@ WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
 template <class MeshT>
 using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
 
-// On the host: whether a call's rows are more than the caches keep until they are read.
+// Whether a call's rows are more than the caches keep until they are read, and may be written past them.
 WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
-  return kIsHost && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
+  return kWritesPastCaches && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
 }
 
 struct Epoch {

@@ -65,16 +65,7 @@ struct RowSource {
     WEFT_UNROLL
     for (uint32_t r = 0; r < kRows; ++r) {
       if (row + r >= count) continue;
-      const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
-      if (kIsHost && !layout.lines) {
-        load_side_by_side(held[r], vecs, first, last);
-        continue;
-      }
-      WEFT_UNROLL
-      for (uint32_t v = 0; v < kVecs; ++v) {
-        const uint32_t index = first + v * c.warp.size();
-        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
-      }
+      layout.load_row(c.warp, held[r], reinterpret_cast<const Vec16*>(row_of(row + r)), first, last);
     }
     is_ready = is_ready || await_owner();
     return is_ready;
@@ -100,7 +91,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply)) {
     const VecLayout layout{m.as_lines, c.row_vecs(), c.tag()};
-    const bool is_ready = kIsHost && !layout.lines;  // weights are listed before rows are
+    const bool is_ready = layout.is_alone();  // weights are listed before rows are
     if (is_ready && !await_owner()) return false;
     const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner, is_ready};
     bool is_made = false;
@@ -108,11 +99,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
       using Element = decltype(element);
       const auto weight_of = [&](uint32_t row) { return c.weights()[row]; };
       const auto put = [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
-        auto* vecs = reinterpret_cast<Vec16*>(reply);
-        if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
-          store_vec(vecs + index, Element::round(sums));
-        else
-          layout.store(vecs, index, Element::round(sums));
+        layout.store(reinterpret_cast<Vec16*>(reply), index, Element::round(sums));
       };
       const Range part = range_of(c, m, layout);
       is_made = (is_ready && sum_alone<Element>(c, part, count, row_of, weight_of, reply)) ||
@@ -144,9 +131,10 @@ WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
   }
 }
 
-// On the host: asks for the rows of a message that is answered next, and for where its reply goes.
+// Where kAsksAhead: asks for the rows of a message that is answered next, and for where its reply goes.
 template <class C>
 WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
+  if (!kAsksAhead) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   // Replies to port peers stand side by side.
   bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
@@ -184,14 +172,14 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, if it sends any, unless these are lines. On the host, where that is cheap, and
-// where notes gave places, it also leaves out an owner that makes another call. The warp.
+// Waits for an owner's weights, if it sends any, unless these are lines. Where that is cheap, and where
+// notes gave places, it also leaves out an owner that makes another call. The warp.
 template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool is_ready = true;
-  if (((c.takes_own_weights() && !c.has_lines()) || kIsHost || C::kPorts) && c.warp.rank() == 0) {
+  if (((c.takes_own_weights() && !c.has_lines()) || kIsAllNear || C::kPorts) && c.warp.rank() == 0) {
     is_ready = await_handshake(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
-    if (is_ready && (kIsHost || C::kPorts))
+    if (is_ready && (kIsAllNear || C::kPorts))
       is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
   return !c.warp.any(!is_ready);
@@ -363,7 +351,7 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
     if (c.a.signals && !await_rows(c, m.record)) return;
-    if (kIsHost && index + 1 < messages)
+    if (index + 1 < messages)
       ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.part, m.as_lines});
     if (count == 0) {
       replies.leave_out();

@@ -76,7 +76,7 @@ WEFT_DEVICE bool build_replies(const C& c, const Answered& of, PlaceOf place_of)
        unit += c.block.warps()) {
     const uint32_t index = unit / c.reply_parts();
     const Message m{of.records + index * words, of.owner, unit % c.reply_parts(), 0, false};
-    if (kIsHost && index + 1 < of.messages) ask_ahead(c, {m.record + words, of.owner, m.piece, 0, false});
+    if (index + 1 < of.messages) ask_ahead(c, {m.record + words, of.owner, m.piece, 0, false});
     is_made = answer_message(c, m, place_of(index, m.record));
   }
   return is_made;

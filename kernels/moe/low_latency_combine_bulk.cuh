@@ -256,7 +256,7 @@ WEFT_DEVICE void combine_in_bulk(const LowLatencyCombineArgs& a, const MeshT& me
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine_bulk(const LowLatencyCombineArgs& a, const MeshT& mesh,
                                           const Shape& shape) {
-  if constexpr (kHasBulkCopies || low_latency::kIsHost)
+  if constexpr (kHasRowQueue)
     low_latency::combine_in_bulk<RowQueue, RowWriter>(a, mesh, shape);
   else
     low_latency_combine(a, mesh, shape);

@@ -24,11 +24,11 @@ WEFT_DEVICE constexpr uint32_t unmasked(uint32_t weight) {
 inline constexpr int32_t kMaskedSlot = -1;
 inline constexpr int32_t kStraySlot = -2;  // its expert is none that the dispatch sent the token to
 
-// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+// Where everything lies, which a kernel works out once where its sizes are no constants, as a GPU's are.
+template <bool kAreConstant>
 struct CombineLayouts {};
-template <class MeshT>
-struct CombineLayouts<true, MeshT> {
+template <>
+struct CombineLayouts<false> {
   CombineLayout window;
   CombineShared shared;
   RoutesLayout routes;
@@ -44,11 +44,11 @@ struct Combine {
   WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
-  CombineLayouts<kIsHost, MeshT> kept;
+  CombineLayouts<kIsConstant<Shape>> kept;
 
-  // First of all, on the host.
+  // First of all.
   WEFT_DEVICE void keep_layouts() {
-    if constexpr (kIsHost) {
+    if constexpr (!kIsConstant<Shape>) {
       kept.window = lay_out_window();
       kept.shared = lay_out_shared();
       kept.routes = lay_out_routes();
@@ -64,20 +64,20 @@ struct Combine {
   WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
-    if constexpr (kIsHost)
-      return kept.routes;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_routes();
+    else
+      return kept.routes;
   }
   WEFT_DEVICE RoutesLayout lay_out_routes() const {
     return routes_layout(shape.ranks, batches(), shape.top_k, shape.weights != 0);
   }
   WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineLayout layout() const {
-    if constexpr (kIsHost)
-      return kept.window;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_window();
+    else
+      return kept.window;
   }
   WEFT_DEVICE CombineLayout lay_out_window() const {
     return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
@@ -283,10 +283,10 @@ struct Combine {
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 
   WEFT_DEVICE CombineShared shared() const {
-    if constexpr (kIsHost)
-      return kept.shared;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_shared();
+    else
+      return kept.shared;
   }
   WEFT_DEVICE CombineShared lay_out_shared() const {
     return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
@@ -316,7 +316,7 @@ struct Combine {
 // With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
 template <class C>
 WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
-  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
+  return !kHasFewBlocks && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
 }
 
 // A message of which a warp answers a piece, or a part of one.
@@ -353,8 +353,7 @@ WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
   c.warp.sync();
 }
 
-// On the host: asks for the first lines of a row that is used soon. A core looks ahead by itself along a row, and starts
-// anew with every other one.
+// Where kAsksAhead: asks for the first lines of a row that is used soon.
 WEFT_DEVICE void ask_for_row(const std::byte* row, uint64_t bytes) {
   constexpr uint64_t kLineBytes = 64, kMostBytes = 2048;
   for (uint64_t at = 0; at < bytes && at < kMostBytes; at += kLineBytes) prefetch(row + at);

@@ -213,6 +213,7 @@ struct NodeSource {
     for (uint32_t r = 0; r < kRows && row + r < count; ++r) has_own = has_own || is_own(row + r);
     Vec16 made[kVecs] = {};
     if (has_own) sum_own_rows<Element>(c, layout, own_rows, made, first, last);
+    uint32_t missing = 0;  // words have said that all is there
     WEFT_UNROLL
     for (uint32_t r = 0; r < kRows; ++r) {
       if (row + r >= count) continue;
@@ -223,15 +224,7 @@ struct NodeSource {
       }
       const auto* vecs = reinterpret_cast<const Vec16*>(node.rows(static_cast<uint32_t>(c.rows()[row + r])) +
                                                         index * c.port_layout().stride);
-      if constexpr (kIsHost) {
-        load_side_by_side(held[r], vecs, first, last);
-        continue;
-      }
-      WEFT_UNROLL
-      for (uint32_t v = 0; v < kVecs; ++v) {
-        const uint32_t at = first + v * c.warp.size();
-        if (at < last) held[r][v] = load_vec_fresh(vecs + at);
-      }
+      layout.load_arrived(c.warp, held[r], [&] { return vecs; }, first, last, missing, r);
     }
     return true;
   }

@@ -119,10 +119,10 @@ WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&su
   }
 }
 
-// On the host: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
+// Where kAsksAhead: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
 template <class C>
 WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
-  if (C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
+  if (!kAsksAhead || C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   find_ranks(c, token);
   for (uint32_t k = 0; k < c.top_k(); ++k)
@@ -149,7 +149,7 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
   const Range part =
       layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
   const auto weight_of = [&](uint32_t row) { return is_reduced(c.shape.reply) ? 1.0f : c.weights()[row]; };
-  if (kIsHost && !layout.lines && source.own >= count && c.shape.out_element == c.shape.element &&
+  if (layout.is_alone() && source.own >= count && c.shape.out_element == c.shape.element &&
       c.shape.accumulate == 0) {
     const auto row_of = [&](uint32_t row) { return reinterpret_cast<const std::byte*>(source.reply(row)); };
     if (sum_alone<Element>(c, part, count, row_of, weight_of, out)) return;
@@ -224,7 +224,7 @@ WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   WEFT_ROLLED
   for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total) {
-    if constexpr (kIsHost) ask_for_replies(c, (job + share.total) / c.a.receive_splits);
+    ask_for_replies(c, (job + share.total) / c.a.receive_splits);
     sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
   }
 }

@@ -64,11 +64,7 @@ WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t coun
       if (row + r >= count) continue;
       const auto* vecs = reinterpret_cast<const Vec16*>(c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) *
                                                                     c.a.x_row_bytes);
-      WEFT_UNROLL
-      for (uint32_t v = 0; v < kVecs; ++v) {
-        const uint32_t index = first + v * c.warp.size();
-        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
-      }
+      layout.load_row(c.warp, held[r], vecs, first, last);
     }
     WEFT_UNROLL
     for (uint32_t r = 0; r < kOwnRows; ++r) {
@@ -114,14 +110,6 @@ struct ReplySource {
   template <uint32_t kRows, uint32_t kVecs>
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
-    if (kIsHost && !layout.lines) {
-      for (uint32_t r = 0; r < kRows && row + r < count; ++r)
-        if (row + r == own)
-          sum_own(held[r], first, last);
-        else
-          load_side_by_side(held[r], reply(row + r), first, last);
-      return true;
-    }
     const bool has_own = own >= row && own < row + kRows;
     Vec16 made[kVecs] = {};
     if (has_own) sum_own(made, first, last);
@@ -133,11 +121,8 @@ struct ReplySource {
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count || row + r == own) continue;
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v) {
-          const uint32_t index = first + v * c.warp.size();
-          if (index < last && !layout.load(reply(row + r), index, held[r][v])) missing |= 1u << r;
-        }
+        const auto row_of_reply = [&] { return reply(row + r); };
+        layout.load_arrived(c.warp, held[r], row_of_reply, first, last, missing, r);
       }
       if (!layout.lines || !c.warp.any(missing != 0)) return true;
       if (c.a.call.masked) lost |= masked_rows<kRows>(row, count);

@@ -81,7 +81,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
     bool is_first = true;
     WEFT_STREAM_LOOP
     for (uint32_t slot = 0; slot < d.top_k(); ++slot) {
-      const int32_t other = kIsHost ? d.slot_choice()[slot] : d.warp.broadcast(expert, slot);
+      const int32_t other = d.choice_of(expert, slot);
       const bool is_earlier = slot < k && other >= 0;
       twins += is_earlier && other == expert ? 1 : 0;
       is_first = is_first &&
@@ -159,24 +159,20 @@ WEFT_DEVICE void send_row_alone(const D& d, uint32_t token, const std::byte* row
   const MessageLayout message = d.message();
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
+  const bool past_caches = is_past_caches(d.a.call, d.shape.row_bytes);
   if (d.keeps_rows() && *d.targets() != 0)
-    copy_past_caches(d.mesh.local() + d.kept_row_at(d.mesh.rank(), token), row, row_bytes);
-  for (uint32_t i = 0; i < *d.targets(); ++i) {
-    if (!d.keeps_rows()) {
-      if (is_past_caches(d.a.call, d.shape.row_bytes))
-        copy_past_caches(d.place()[i] + message.row, row, row_bytes);
-      else
-        copy_alone(d.place()[i] + message.row, row, row_bytes);
-    }
-    if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
-  }
+    copy_row_alone(d.mesh.local() + d.kept_row_at(d.mesh.rank(), token), row, row_bytes, past_caches);
+  at_places(d, [&](std::byte* place) {
+    if (!d.keeps_rows()) copy_row_alone(place + message.row, row, row_bytes, past_caches);
+    if (scale_bytes != 0) copy_alone(place + message.scales, scales, scale_bytes);
+  });
 }
 
 template <class D>
 WEFT_DEVICE void send_row_as_is(const D& d, uint32_t token, const std::byte* row, const std::byte* scales,
                                 const FirstVecs& first) {
   const MessageLayout message = d.message();
-  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) return send_row_alone(d, token, row, scales);
+  if (kCopiesAlone && d.block.size() == 1 && !d.sends_lines()) return send_row_alone(d, token, row, scales);
   const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
   const uint32_t step = d.block.size();
   WEFT_UNROLL
@@ -295,7 +291,7 @@ WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
     const uint32_t rank = d.target()[t];
     auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
     if (d.warp.rank() == 0) store_watched(head, token);
-    if (kIsHost && d.warp.rank() == 0) store_watched(head + kHeadKeepsRow, d.keeps_rows() ? 1u : 0u);
+    if (kCopiesAlone && d.warp.rank() == 0) store_watched(head + kHeadKeepsRow, d.keeps_rows() ? 1u : 0u);
     for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
       store_watched(head + message.expert + k, expert_in_head(d, rank, k));
       store_watched(head + message.place + k, d.slot_place()[k]);

@@ -183,7 +183,7 @@ WEFT_DEVICE void dispatch_in_bulk(const LowLatencyDispatchArgs& a, const MeshT& 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch_bulk(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                            const Shape& shape) {
-  if constexpr (kHasBulkCopies || low_latency::kIsHost)
+  if constexpr (kHasRowQueue)
     low_latency::dispatch_in_bulk(a, mesh, shape);
   else
     low_latency_dispatch(a, mesh, shape);

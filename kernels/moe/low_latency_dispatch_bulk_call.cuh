@@ -43,8 +43,8 @@ struct BulkDispatch : Dispatch<MeshT, Shape> {
   }
 };
 
-// Where a row goes: a lane of a GPU has one of its places, the host's only lane has all.
-inline constexpr uint32_t kPlacesOfLane = kIsHost ? kMostBulkTopK : 1;
+// Where a row goes: its places are dealt out to the lanes.
+inline constexpr uint32_t kPlacesOfLane = (kMostBulkTopK + Warp::kMaxSize - 1) / Warp::kMaxSize;
 struct RowPlaces {
   std::byte* at[kPlacesOfLane];
 };

@@ -10,11 +10,11 @@
 namespace weft {
 namespace low_latency {
 
-// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+// Where everything lies, which a kernel works out once where its sizes are no constants, as a GPU's are.
+template <bool kAreConstant>
 struct DispatchLayouts {};
-template <class MeshT>
-struct DispatchLayouts<true, MeshT> {
+template <>
+struct DispatchLayouts<false> {
   MessageLayout message;
   DispatchShared shared;
 };
@@ -28,11 +28,11 @@ struct Dispatch {
   WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
-  DispatchLayouts<kIsHost, MeshT> kept;
+  DispatchLayouts<kIsConstant<Shape>> kept;
 
-  // First of all, on the host.
+  // First of all.
   WEFT_DEVICE void keep_layouts() {
-    if constexpr (kIsHost) {
+    if constexpr (!kIsConstant<Shape>) {
       kept.message = lay_out_message();
       kept.shared = lay_out_shared();
     }
@@ -95,10 +95,10 @@ struct Dispatch {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
   WEFT_DEVICE MessageLayout message() const {
-    if constexpr (kIsHost)
-      return kept.message;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_message();
+    else
+      return kept.message;
   }
   // Whether this rank's tokens leave as lines: one batch has one token then, or none.
   WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
@@ -118,7 +118,7 @@ struct Dispatch {
   // Whether this rank's rows stand once in its own window, where receivers read them: in large calls on the host. Not
   // where ranks can be masked: nobody waits for a masked rank, so rows could change while it still reads them.
   WEFT_DEVICE bool keeps_rows() const {
-    if constexpr (kIsHost && !kPorts)
+    if constexpr (kCopiesAlone && !kPorts)
       return payload_format().encoder == Encoder::kNone && a.call.masked == nullptr && !sends_lines() &&
              is_past_caches(a.call, shape.row_bytes);
     else
@@ -157,10 +157,10 @@ struct Dispatch {
   }
 
   WEFT_DEVICE DispatchShared shared() const {
-    if constexpr (kIsHost)
-      return kept.shared;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_shared();
+    else
+      return kept.shared;
   }
   WEFT_DEVICE DispatchShared lay_out_shared() const {
     return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
@@ -182,6 +182,10 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
+  // What slot `slot` of the current token chose. Lane `slot` has it as `mine` where a warp has a lane for every slot.
+  WEFT_DEVICE int32_t choice_of(int32_t mine, uint32_t slot) const {
+    return Warp::kMaxSize >= kMostTopK ? warp.broadcast(mine, slot) : slot_choice()[slot];
+  }
   // The ranks that the current token goes to.
   WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
   WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }

@@ -134,11 +134,11 @@ WEFT_DEVICE void store_lines(const D& d) {
   }
 }
 
-// Whether blocks may have so many batches that they count on from one to the next: on a host, and in the split
+// Whether blocks may have so many batches that they count on from one to the next: where blocks are few, and in the split
 // all-to-all, whose launches may take few SMs, and whose weights travel. Elsewhere a block has one, and code is time.
 template <class D>
 WEFT_DEVICE bool counts_on(const D& d) {
-  return kIsHost || d.has_weights();
+  return kHasFewBlocks || d.has_weights();
 }
 
 // The warp that routes tokens, when it has routed `token`: counts on to the block's next batch, and reads what that one's

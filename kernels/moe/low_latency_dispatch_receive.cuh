@@ -134,10 +134,7 @@ WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, co
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   for (uint32_t k = 0; k < count; ++k) {
     std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
-    if (is_past_caches(d.a.call, d.shape.row_bytes))
-      copy_past_caches(row, from, row_bytes);
-    else
-      copy_alone(row, from, row_bytes);
+    copy_row_alone(row, from, row_bytes, is_past_caches(d.a.call, d.shape.row_bytes));
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
@@ -192,7 +189,7 @@ struct Incoming {
     }
     message = reinterpret_cast<const Vec16*>(d.keeps_own(source) ? d.own_message(batch, index)
                                                                  : d.message_from(source, batch, index));
-    has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
+    has_chunk = !kCopiesAlone && !d.is_shared();  // which may be for another rank
     if (has_chunk) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
@@ -201,8 +198,7 @@ struct Incoming {
   // Where the message's row is: in its body, or where its source keeps it. On the host.
   WEFT_DEVICE const std::byte* row_of_message() const {
     const auto* head = reinterpret_cast<const uint32_t*>(d.head());
-    if (!D::kPorts && head[kHeadKeepsRow] != 0)
-      return near_window(d.mesh, source) + d.kept_row_at(source, head[0]);
+    if (head[kHeadKeepsRow] != 0) return near_window(d.mesh, source) + d.kept_row_at(source, head[0]);
     return reinterpret_cast<const std::byte*>(message + d.message().head_vecs());
   }
 
@@ -212,7 +208,7 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
-    const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
+    const bool is_whole = kCopiesAlone && !layout.lines && d.a.receive_splits.value == 1;
     if (is_whole) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
     WEFT_ROLLED
     for (uint32_t first = is_whole ? part.last : part.first; first < part.last;

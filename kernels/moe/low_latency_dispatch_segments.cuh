@@ -56,8 +56,8 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
   }
 }
 
-// The last block, which has least to unpack, looks for ranks that make another call; on the host, where
-// that is cheap, each block does. The warp.
+// The last block, which has least to unpack, looks for ranks that make another call; where that is cheap each block
+// does. The warp.
 template <class D>
 WEFT_DEVICE void check_sources(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
@@ -106,7 +106,7 @@ WEFT_DEVICE void find_segments(const D& d) {
   d.warp.sync();
   // Before the counts: a rank that makes another call has other counts, and counts that come through a port are there
   // once the handshake is.
-  if (reports || kIsHost || D::kPorts) check_sources(d);
+  if (reports || kIsAllNear || D::kPorts) check_sources(d);
   WEFT_ROLLED
   for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
     await_counts(d, first);

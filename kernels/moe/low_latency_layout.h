@@ -24,6 +24,7 @@ namespace weft {
 inline constexpr uint32_t kMaxBatches = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
 inline constexpr uint32_t kWordsPerSource = 1024;  // batches, or (batch, piece) pairs in combine
 inline constexpr uint32_t kMaxExperts = 16384;
+inline constexpr uint32_t kMostTopK = 32;
 inline constexpr uint32_t kCarrierTables = 5;  // see low_latency_ports.h
 inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 

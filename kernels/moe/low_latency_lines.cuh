@@ -31,7 +31,9 @@ struct VecLayout {
     const Range whole = part_of(lines_of(vecs), part, parts);
     return {whole.first * kLineParts, whole.last * kLineParts};
   }
-  WEFT_DEVICE void store(Vec16* to, uint32_t index, Vec16 value) const {
+  // Whether one thread takes a row as a whole.
+  WEFT_DEVICE bool is_alone() const { return kSumsAlone && !lines; }
+  WEFT_INNER void store(Vec16* to, uint32_t index, Vec16 value) const {
     if (lines)
       store_part(to, {index}, value, tag);
     else
@@ -43,14 +45,30 @@ struct VecLayout {
     value = load_vec_fresh(from + index);
     return true;
   }
+  // Vectors of a row of this rank, a warp's size apart from `first` on: as many before `last` as there is room for.
+  template <uint32_t kVecs>
+  WEFT_DEVICE void load_row(Warp warp, Vec16 (&held)[kVecs], const Vec16* row, uint32_t first,
+                            uint32_t last) const {
+    if (is_alone()) return load_row_alone(held, row, first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && holds(index)) held[v] = load_vec(row + vec(index));
+    }
+  }
+  // The same of a row that a peer has written, or writes as lines. Each lane sets `bit` of `missing` if its part has not
+  // all come. A lane without a part does not ask where the row is.
+  template <uint32_t kVecs, class Row>
+  WEFT_DEVICE void load_arrived(Warp warp, Vec16 (&held)[kVecs], Row row, uint32_t first, uint32_t last,
+                                uint32_t& missing, uint32_t bit) const {
+    if (is_alone()) return load_row_alone(held, row(), first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && !load(row(), index, held[v])) missing |= 1u << bit;
+    }
+  }
 };
-
-// One host thread: vectors [first, last) of a row, as many as there is room for.
-template <uint32_t kVecs>
-WEFT_DEVICE void load_side_by_side(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
-  for (uint32_t v = 0; v < kVecs; ++v)
-    if (first + v < last) held[v] = load_vec(row + first + v);
-}
 
 // One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
 // written in; the peer's last handshake does.

@@ -127,7 +127,7 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
   WEFT_ROLLED
   for (uint32_t rounds = 0; load_relaxed(&state->left) < (launches + 1) * kLaunchShare; ++rounds) {
     watcher.look();
-    if constexpr (kIsHost) pause(rounds);
+    pause_near(rounds);
   }
   c.block.sync();
   if (c.block.rank() == 0) store_relaxed(&state->watched, launches + 1);

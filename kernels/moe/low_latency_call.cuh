@@ -23,21 +23,24 @@ struct Workers : Block {
   WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
   WEFT_DEVICE uint32_t count() const { return Block::count() - watching; }
 };
+// The board of a kernel that has ports.
 template <class MeshT>
-WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
-  if constexpr (kHasPorts<MeshT>)
-    return Workers{{}, call.board.control ? 1u : 0u};
-  else
-    return Block{};
+WEFT_DEVICE LowLatencyBoard board_of(const LowLatencyCall& call, const MeshT&) {
+  return if_ports<MeshT>(call.board);
 }
 template <class MeshT>
-using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
+WEFT_DEVICE Workers workers_of(const LowLatencyCall& call, const MeshT& mesh) {
+  return {{}, board_of(call, mesh).control ? 1u : 0u};
+}
 
 // Whether a call's rows are more than the caches keep until they are read, and may be written past them.
 WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
   return kWritesPastCaches && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
 }
 
+// Whether tokens and replies may travel as lines. Where some peers are behind ports the outbox has the room of lines.
+template <class MeshT>
+inline constexpr bool kHasLines = !kHasPorts<MeshT>;
 struct Epoch {
   uint64_t number;  // of the call, from 1 on
   uint32_t parity;  // which half it uses
@@ -64,8 +67,7 @@ WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epo
 // Where this rank's kernels look at what stands at `offset` of the window, in its control area.
 template <class MeshT>
 WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh, uint64_t offset) {
-  if constexpr (kHasPorts<MeshT>)
-    if (call.board.control) return call.board.control + (offset - call.region);
+  if (std::byte* control = board_of(call, mesh).control) return control + (offset - call.region);
   return mesh.local() + offset;
 }
 // The same of what a peer puts there. Where a block watches, it copies to the board what ports put.
@@ -73,28 +75,34 @@ template <class MeshT>
 WEFT_DEVICE std::byte* control_from(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
                                     uint64_t offset) {
   std::byte* at = control_at(call, mesh, offset);
-  if constexpr (kHasPorts<MeshT>)
-    if (!call.board.control) at += records_of(mesh, peer);
-  return at;
+  return board_of(call, mesh).control ? at : at + records_of(mesh, peer);
 }
-// The control area of a rank that this rank can store to; null for a port peer.
+// near_window() for what stands in the control area: this rank's own may be on the board.
 template <class MeshT>
-WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
-                                    uint64_t offset) {
-  if constexpr (kHasPorts<MeshT>)
-    if (peer == mesh.rank()) return control_at(call, mesh, offset);
-  std::byte* window = near_window(mesh, peer);
-  return kHasPorts<MeshT> && !window ? nullptr : window + offset;
+WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer) {
+  if (board_of(call, mesh).control && peer == mesh.rank()) return control_at(call, mesh, 0);
+  return near_window(mesh, peer);
 }
-// One thread: put_value() of any peer, this rank included.
+// What this rank has for a peer's control area at `to`: a port peer's is built at `from`.
+template <class MeshT>
+WEFT_DEVICE Outgoing<MeshT> outgoing_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
+                                             uint64_t to, uint64_t from) {
+  return {mesh, peer, near_control(call, mesh, peer), to, from, port_places(mesh).records};
+}
+// One thread: a word of any peer's control area, this rank's included. `store` is how a near one is stored.
+template <class MeshT, class Store>
+WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
+                             uint64_t value, Store store) {
+  const Outgoing<MeshT> word = outgoing_control(call, mesh, peer, offset, offset);
+  if (word.is_near())
+    store(reinterpret_cast<uint64_t*>(word.at()), value);
+  else
+    mesh.to(peer).put_value(in_part(offset, port_places(mesh).records), value);
+}
 template <class MeshT>
 WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
                              uint64_t value) {
-  if constexpr (kHasPorts<MeshT>) {
-    if (std::byte* at = near_control(call, mesh, peer, offset))
-      return store_release(reinterpret_cast<uint64_t*>(at), value);
-  }
-  mesh.to(peer).put_value(in_part(offset, records_of(mesh, peer)), value);
+  put_control(call, mesh, peer, offset, value, [](uint64_t* at, uint64_t v) { store_release(at, v); });
 }
 
 template <class MeshT>
@@ -112,11 +120,8 @@ struct CallRule : WaitRule {
   }
 };
 template <class MeshT>
-WEFT_DEVICE decltype(auto) wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
-  if constexpr (kHasPorts<MeshT>)
-    return CallRule{call.wait, call.board.control ? state_of(call, mesh) : nullptr};
-  else
-    return (call.wait);
+WEFT_DEVICE CallRule wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
+  return {call.wait, board_of(call, mesh).control ? state_of(call, mesh) : nullptr};
 }
 
 WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
@@ -204,11 +209,8 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     const Epoch half{0, signal % 2};
     if (is_masked(call, peer)) continue;
     const uint64_t word = control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
-    if (is_port(mesh, peer))
-      mesh.to(peer).put_value(in_part(word, records_of(mesh, peer)), state->received[half.parity]);
-    else
-      store_after_launch(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, word)),
-                         state->received[half.parity]);
+    put_control(call, mesh, peer, word, state->received[half.parity],
+                [](uint64_t* at, uint64_t value) { store_after_launch(at, value); });
   }
   warp.sync();
 }
@@ -247,7 +249,7 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
 // Starts a launch, in the block, and returns its number. The first warp finds it while the others prepare().
 // Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
 template <class MeshT, class Prepare>
-WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, WorkersOf<MeshT> block, Warp warp, const MeshT& mesh,
+WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Workers block, Warp warp, const MeshT& mesh,
                              const Joined& joined, uint64_t* shared_epoch, uint32_t* present, Site site,
                              Prepare prepare) {
   const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();

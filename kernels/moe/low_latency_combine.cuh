@@ -28,31 +28,21 @@ namespace weft {
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
-  low_latency::Combine<MeshT, Shape> c{a,      mesh, shape, low_latency::workers_of<MeshT>(a.call),
-                                       Warp{}, {},   {}};
+  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, low_latency::workers_of(a.call, mesh), Warp{}, {}, {}};
   c.keep_layouts();
   auto* shared_epoch = c.template at<uint64_t>(0);
-  if constexpr (kHasPorts<MeshT>)
-    if (low_latency::is_watching(c))
-      return low_latency::watch(c, low_latency::join(a.call, Block{}, c.warp, mesh), shared_epoch);
+  if (low_latency::is_watching(c))
+    return low_latency::watch(c, low_latency::join(a.call, Block{}, c.warp, mesh), shared_epoch);
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, c.warp, mesh);
   c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, joined, shared_epoch, c.present(),
                                     Site::kLowLatencyCombineSlot, [] {});
-  if (a.call.phases & kPhaseSend) {
-    if constexpr (kHasPorts<MeshT>) {
-      low_latency::send_notes(c);
-      low_latency::answer_batches_by_blocks(c);
-    } else {
-      low_latency::send_weights(c);
-      low_latency::answer_batches(c);
-    }
-  }
+  if (a.call.phases & kPhaseSend) decltype(c)::Delivery::send(c);
   if (a.call.phases & kPhaseReceive) {
     low_latency::check_peers(c);
     low_latency::sum_tokens(c);
   }
-  if constexpr (kHasPorts<MeshT>) low_latency::leave_watched(c);
+  low_latency::leave_watched(c);
 }
 
 }  // namespace weft

@@ -137,7 +137,7 @@ WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
   if (!kAsksAhead) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   // Replies to port peers stand side by side.
-  bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
+  bool has_place = C::Delivery::kOwnersPlace || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     const int32_t row = m.record[1 + k];
     if (row < 0) continue;
@@ -177,10 +177,10 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
 template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool is_ready = true;
-  if (((c.takes_own_weights() && !c.has_lines()) || kIsAllNear || C::kPorts) && c.warp.rank() == 0) {
+  constexpr bool kChecks = kIsAllNear || C::Delivery::kOwnersPlace;
+  if (((c.takes_own_weights() && !c.has_lines()) || kChecks) && c.warp.rank() == 0) {
     is_ready = await_handshake(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
-    if (is_ready && (kIsAllNear || C::kPorts))
-      is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+    if (is_ready && kChecks) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
   return !c.warp.any(!is_ready);
 }
@@ -204,26 +204,20 @@ WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, u
 template <class C>
 struct MappedReplies {
   const C& c;
+  uint32_t owner;
+  uint32_t batch;
 
   WEFT_DEVICE std::byte* place(const Message& m, uint32_t token, const uint32_t* slot) const {
     return near_window(c.mesh, m.owner) + c.reply_at(token, *slot, m.as_lines);
   }
   WEFT_DEVICE void leave_out() const {}
-  WEFT_DEVICE void finish(const Message& m, uint32_t batch, uint32_t messages) const {
+  WEFT_DEVICE void finish(const Message& m, uint32_t messages) const {
     if (c.warp.rank() == 0 && !m.as_lines)
       c.mesh.to(m.owner).put_value(
           word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), batch * c.a.pieces.value + m.piece),
           c.epoch.number * kWordEpoch | kWordDone | messages);
   }
 };
-
-template <class C>
-WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
-  if constexpr (C::kPorts)
-    return PortReplies<C>(c, owner, batch);
-  else
-    return MappedReplies<C>{c};
-}
 
 // The bits of the weights of a message's slots: those that came with the dispatch, or those of its owner.
 template <class C>
@@ -345,8 +339,8 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
     is_ready = is_ready || owner_agrees(c, owner);
     return is_ready;
   };
-  if (C::kPorts && !await_owner()) return;  // the owner says where its replies stand
-  auto replies = replies_to<C>(c, owner, batch);
+  if (C::Delivery::kOwnersPlace && !await_owner()) return;
+  typename C::Delivery::template Replies<C> replies{c, owner, batch};
   WEFT_ROLLED
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
@@ -362,7 +356,7 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
       return;
     c.warp.sync();
   }
-  replies.finish(m, batch, messages);
+  replies.finish(m, messages);
 }
 
 // Owners start with this rank's successor; its own tokens come last, when their weights have surely come, or are summed
@@ -379,6 +373,33 @@ WEFT_DEVICE void answer_batches(const C& c) {
     answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces, at % parts);
   }
 }
+
+struct MappedCombine {
+  template <class C>
+  using Replies = MappedReplies<C>;
+  static constexpr bool kOwnersPlace = false;
+
+  template <class C>
+  static WEFT_DEVICE uint64_t weights_at(const C& c, uint32_t owner, uint32_t token) {
+    return c.part_at(c.a.call.lines != 0) + c.layout().weights +
+           (uint64_t{owner} * c.a.call.max_tokens + token) * weights_stride(c.top_k());
+  }
+  static WEFT_DEVICE const Divisor& reply_parts(const LowLatencyCombineArgs& a) { return a.pieces; }
+  template <class C>
+  static WEFT_DEVICE int32_t reply_number(const C&, uint32_t /*token*/, uint32_t slot) {
+    return static_cast<int32_t>(slot);
+  }
+  template <class C>
+  static WEFT_DEVICE const std::byte* reply(const C& c, uint32_t /*peer*/, uint32_t token, int32_t number,
+                                            bool lines) {
+    return c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(number), lines);
+  }
+  template <class C>
+  static WEFT_DEVICE void send(const C& c) {
+    send_weights(c);
+    answer_batches(c);
+  }
+};
 
 }  // namespace low_latency
 }  // namespace weft

@@ -231,7 +231,7 @@ WEFT_DEVICE void sum_in_bulk(const C& c, Queue& queue) {
 
 template <class Queue, class Writer, class MeshT, class Shape>
 WEFT_DEVICE void combine_in_bulk(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
-  Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}, {}};
+  Combine<MeshT, Shape> c{a, mesh, shape, workers_of(a.call, mesh), Warp{}, {}, {}};
   c.keep_layouts();
   const CombineBulkShared at = combine_bulk_shared(c.shared().bytes, shape.top_k, c.block.warps());
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);

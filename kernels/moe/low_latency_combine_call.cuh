@@ -34,14 +34,31 @@ struct CombineLayouts<false> {
   RoutesLayout routes;
 };
 
+// How weights and replies travel: MappedCombine (low_latency_combine_answer.cuh), where all ranks map each other, or
+// PortCombine (low_latency_combine_ports.cuh). Both have
+//   Replies                  this rank's replies to a batch of an owner: where each is built, and how they leave
+//   kOwnersPlace             an owner's note says where its replies stand: it has come before any is built
+//   weights_at, reply_parts, reply_number, reply    where weights, parts of replies and replies stand
+//   send                     the send phase
+struct MappedCombine;
+struct PortCombine;
+template <bool kAllAreMapped>
+struct CombineDelivery {
+  using type = MappedCombine;
+};
+template <>
+struct CombineDelivery<false> {
+  using type = PortCombine;
+};
+
 template <class MeshT, class Shape>
 struct Combine {
-  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+  using Delivery = typename CombineDelivery<MappedMeshOnly<MeshT>>::type;
 
   const LowLatencyCombineArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  WorkersOf<MeshT> block;
+  Workers block;
   Warp warp;
   Epoch epoch;
   CombineLayouts<kIsConstant<Shape>> kept;
@@ -60,7 +77,7 @@ struct Combine {
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   // Tokens that came as lines are answered so, unless the answers are LogFMT.
-  WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool has_lines() const { return kHasLines<MeshT> && a.call.lines != 0; }
   WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
@@ -91,12 +108,7 @@ struct Combine {
   // The part of a row that makes one piece of a reply.
   WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, reply_parts()); }
   // Of a reply, each of which a warp builds.
-  WEFT_DEVICE const Divisor& reply_parts() const {
-    if constexpr (kPorts)
-      return a.answer_parts;
-    else
-      return a.pieces;
-  }
+  WEFT_DEVICE const Divisor& reply_parts() const { return Delivery::reply_parts(a); }
   WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
   WEFT_DEVICE uint64_t out_row_bytes() const {
     return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
@@ -113,11 +125,7 @@ struct Combine {
   }
   // Offset in the window of the weights that `owner` sends for its token.
   WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
-    if constexpr (kPorts)
-      return note_at(owner) + port_layout().note.weights + token * port_layout().note.weights_stride;
-    else
-      return part_at(a.call.lines != 0) + layout().weights +
-             (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+    return Delivery::weights_at(*this, owner, token);
   }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
@@ -192,7 +200,7 @@ struct Combine {
   // does not where x may change before replies come, where x comes row by row, or where a batch has many tokens. Where
   // weights came with the dispatch, phases are mostly separate launches and the code would hardly run.
   WEFT_DEVICE bool sums_own() const {
-    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
+    return kHasLines<MeshT> && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
            batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
   }
   // Owners that get replies of this rank.
@@ -211,9 +219,14 @@ struct Combine {
   WEFT_DEVICE const std::byte* note_from(uint32_t owner) const {
     return mesh.local() + payload_of(mesh, owner) + note_at(owner);
   }
-  WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
-    return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
-           peer * port_layout().note.bytes;
+  WEFT_DEVICE Outgoing<MeshT> note_to(uint32_t peer) const {
+    return {
+        mesh,
+        peer,
+        near_window(mesh, peer),
+        note_at(mesh.rank()),
+        outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes + peer * port_layout().note.bytes,
+        port_places(mesh).payload};
   }
   WEFT_DEVICE uint32_t* places() const {
     if (std::byte* own = own_half()) return reinterpret_cast<uint32_t*>(own + own_layout().places);
@@ -225,17 +238,16 @@ struct Combine {
   }
   // This rank's own part in memory of its device, where there is a board; else null.
   WEFT_DEVICE std::byte* own_half() const {
-    return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
+    const LowLatencyBoard board = board_of(a.call, mesh);
+    return board.own ? board.own + epoch.parity * board.own_bytes : nullptr;
   }
   WEFT_DEVICE OwnCombine own_layout() const {
     return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
   }
   // Exact replies may need more room than there is.
   WEFT_DEVICE bool keeps_own(uint32_t owner) const {
-    if constexpr (kPorts)
-      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
-    else
-      return false;
+    const LowLatencyBoard board = board_of(a.call, mesh);
+    return board.own && owner == mesh.rank() && own_layout().bytes <= board.own_bytes;
   }
   // Where reply `number` of a rank to this one stands.
   WEFT_DEVICE const std::byte* reply_of(uint32_t rank, uint32_t number) const {
@@ -244,10 +256,7 @@ struct Combine {
   }
   // Where replies cross once for each node.
   WEFT_DEVICE bool is_shared() const {
-    if constexpr (kPorts)
-      return shape.reply == kReplyReduced && a.carriers != nullptr;
-    else
-      return false;
+    return shape.reply == kReplyReduced && if_ports<MeshT>(a.carriers) != nullptr;
   }
   WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
     return a.carriers[table * ranks() + of];

@@ -290,7 +290,7 @@ WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
 template <class MeshT, class Shape>
 WEFT_APART void gather_batches(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape,
                                Epoch epoch) {
-  Combine<MeshT, Shape> c{a, mesh, shape, workers_of<MeshT>(a.call), Warp{}, epoch, {}};
+  Combine<MeshT, Shape> c{a, mesh, shape, workers_of(a.call, mesh), Warp{}, epoch, {}};
   c.keep_layouts();
   for_each_batch(c, [&](uint32_t owner, uint32_t batch) {
     if (c.gathers_for(owner)) gather_batch(c, owner, batch);
@@ -311,6 +311,34 @@ WEFT_DEVICE void answer_batches_by_blocks(const C& c) {
   });
   if (c.is_shared()) gather_batches(c.a, c.mesh, c.shape, c.epoch);
 }
+
+struct PortCombine {
+  template <class C>
+  using Replies = PortReplies<C>;
+  static constexpr bool kOwnersPlace = true;
+
+  template <class C>
+  static WEFT_DEVICE uint64_t weights_at(const C& c, uint32_t owner, uint32_t token) {
+    const NoteLayout note = c.port_layout().note;
+    return c.note_at(owner) + note.weights + token * note.weights_stride;
+  }
+  static WEFT_DEVICE const Divisor& reply_parts(const LowLatencyCombineArgs& a) { return a.answer_parts; }
+  // Its place among the replies to this rank.
+  template <class C>
+  static WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t slot) {
+    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + slot));
+  }
+  template <class C>
+  static WEFT_DEVICE const std::byte* reply(const C& c, uint32_t peer, uint32_t /*token*/, int32_t number,
+                                            bool /*lines*/) {
+    return c.reply_of(peer, static_cast<uint32_t>(number));
+  }
+  template <class C>
+  static WEFT_DEVICE void send(const C& c) {
+    send_notes(c);
+    answer_batches_by_blocks(c);
+  }
+};
 
 }  // namespace low_latency
 }  // namespace weft

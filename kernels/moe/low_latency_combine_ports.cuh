@@ -76,14 +76,11 @@ template <class C>
 WEFT_DEVICE void send_notes(const C& c) {
   const NoteLayout note = c.port_layout().note;
   const uint64_t bytes = note.weights + (c.takes_own_weights() ? c.a.call.tokens * note.weights_stride : 0);
-  const uint64_t to = c.note_at(c.mesh.rank());
   WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
-    const bool is_far = is_port(c.mesh, peer);
-    const int64_t payload = payload_of(c.mesh, peer);
-    std::byte* at =
-        is_far ? c.mesh.local() + payload + c.outgoing_note_at(peer) : near_window(c.mesh, peer) + to;
+    const auto outgoing = c.note_to(peer);
+    std::byte* at = outgoing.at();
     WEFT_ROLLED
     for (uint32_t batch = c.warp.index(); batch < c.batches().count; batch += c.block.warps()) {
       const uint32_t first = place_replies(c, batch, peer);
@@ -94,9 +91,7 @@ WEFT_DEVICE void send_notes(const C& c) {
     if (c.takes_own_weights() && !c.keeps_own(peer)) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
-      if (is_far)
-        c.mesh.to(peer).put(OneThread{}, in_part(to, payload), in_part(c.outgoing_note_at(peer), payload),
-                            bytes);
+      outgoing.put(OneThread{}, bytes);
       send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
     }
     c.block.sync();
@@ -131,7 +126,7 @@ class PortReplies {
   WEFT_DEVICE void leave_out() {
     if (is_reduced(c_.shape.reply)) place({}, 0, nullptr);
   }
-  WEFT_DEVICE void finish(const Message&, uint32_t, uint32_t messages) { send(built_, messages); }
+  WEFT_DEVICE void finish(const Message&, uint32_t messages) { send(built_, messages); }
   // Sends those of the `built` replies that have not left, and the batch's word behind them.
   WEFT_DEVICE void send(uint32_t built, uint32_t messages) {
     const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch_);

@@ -122,7 +122,7 @@ WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&su
 // Where kAsksAhead: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
 template <class C>
 WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
-  if (!kAsksAhead || C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
+  if (!kAsksAhead || C::Delivery::kOwnersPlace || token >= c.a.call.tokens || c.sent_lines()) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   find_ranks(c, token);
   for (uint32_t k = 0; k < c.top_k(); ++k)
@@ -190,7 +190,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   };
   const uint32_t count = list_rows(c, [&](uint32_t k) {
     return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece))
-               ? reply_number(c, token, slot_of(k))
+               ? C::Delivery::reply_number(c, token, slot_of(k))
                : -1;
   });
   if (!is_reduced(c.shape.reply) || is_log(c.shape.reply))

@@ -9,15 +9,6 @@
 namespace weft {
 namespace low_latency {
 
-// The index of a reply: its slot of the dispatch, or its place among the replies to this rank.
-template <class C>
-WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t slot) {
-  if constexpr (C::kPorts)
-    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + slot));
-  else
-    return static_cast<int32_t>(slot);
-}
-
 // Lists, in the warp's own_rows() and weights(), this rank's own rows of a token, in slot order, as their record has them,
 // but for masked slots. weight_of(k) are the bits of a slot's. Returns how many. The warp.
 template <class C, class WeightOf>
@@ -94,11 +85,8 @@ struct ReplySource {
   uint32_t own_rows;  // of how many rows
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
-    if constexpr (C::kPorts)
-      return reinterpret_cast<const Vec16*>(c.reply_of(peer(row), static_cast<uint32_t>(c.rows()[row])));
-    else
-      return reinterpret_cast<const Vec16*>(
-          c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), layout.lines));
+    return reinterpret_cast<const Vec16*>(
+        C::Delivery::reply(c, peer(row), token, c.rows()[row], layout.lines));
   }
   WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
 

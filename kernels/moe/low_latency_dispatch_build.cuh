@@ -57,14 +57,12 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   d.warp.sync();
 }
 
-// Where the next message of a batch to a rank is built: in the rank's window, or in the outbox for a port peer.
+// Where the next message of a batch to a rank is built, or, as lines, stored.
 template <class D>
 WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
-  if (is_port(d.mesh, rank))
-    return d.mesh.local() + port_places(d.mesh).payload + d.outgoing_at(rank, batch, d.sent()[rank]);
   if (d.keeps_own(rank)) return d.own_message(batch, d.sent()[rank]);
-  return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), batch)
-                                                      : d.message_at(d.mesh.rank(), batch, d.sent()[rank]));
+  if (d.sends_lines()) return near_window(d.mesh, rank) + d.line_message_at(d.mesh.rank(), batch);
+  return d.messages_to(rank, batch, d.sent()[rank]).at();
 }
 
 // One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,

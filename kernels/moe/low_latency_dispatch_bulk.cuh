@@ -154,7 +154,7 @@ WEFT_DEVICE void send_batches_in_bulk(D& d, Pipe& pipe) {
 
 template <class MeshT, class Shape>
 WEFT_DEVICE void dispatch_in_bulk(const LowLatencyDispatchArgs& a, const MeshT& mesh, const Shape& shape) {
-  BulkDispatch<MeshT, Shape> d{{a, mesh, shape, Block{}, Warp{}, {}, {}}, 0};
+  BulkDispatch<MeshT, Shape> d{{a, mesh, shape, workers_of(a.call, mesh), Warp{}, {}, {}}, 0};
   d.keep_layouts();
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const Joined joined = join(a.call, Block{}, d.warp, mesh);

@@ -21,11 +21,13 @@ struct DispatchLayouts<false> {
 
 template <class MeshT, class Shape>
 struct Dispatch {
-  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+  // Whether a source's handshake is looked at before anything else that it sent: where that is cheap, and where ports bring
+  // what may be read only then.
+  static constexpr bool kChecksFirst = kIsAllNear || kHasPorts<MeshT>;
   const LowLatencyDispatchArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  WorkersOf<MeshT> block;
+  Workers block;
   Warp warp;
   Epoch epoch;
   DispatchLayouts<kIsConstant<Shape>> kept;
@@ -56,12 +58,7 @@ struct Dispatch {
   }
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
   // Whether a token crosses the network once for each node (low_latency_ports.h).
-  WEFT_DEVICE bool is_shared() const {
-    if constexpr (kPorts)
-      return a.carriers != nullptr;
-    else
-      return false;
-  }
+  WEFT_DEVICE bool is_shared() const { return if_ports<MeshT>(a.carriers) != nullptr; }
   // The rank that gets this rank's messages for a peer.
   WEFT_DEVICE uint32_t carrier_to(uint32_t peer) const { return is_shared() ? a.carriers[peer] : peer; }
   // The window in which a source's messages and words stand.
@@ -77,13 +74,10 @@ struct Dispatch {
            (uint64_t{batch} * batches().capacity + index) * message().stride;
   }
   WEFT_DEVICE bool keeps_own(uint32_t source) const {
-    if constexpr (kPorts)
-      return a.call.board.own && source == mesh.rank();
-    else
-      return false;
+    return board_of(a.call, mesh).own && source == mesh.rank();
   }
   // How many words of a source the kernels of this rank wait for: its counts, and one for each batch.
-  WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
+  WEFT_DEVICE uint32_t awaited_counts() const { return count_words(); }
   WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
   WEFT_DEVICE bool awaits_word(uint32_t, uint32_t) const { return true; }
   WEFT_DEVICE bool is_near_word(uint32_t) const { return false; }
@@ -101,9 +95,9 @@ struct Dispatch {
       return kept.message;
   }
   // Whether this rank's tokens leave as lines: one batch has one token then, or none.
-  WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
+  WEFT_DEVICE bool sends_lines() const { return kHasLines<MeshT> && a.call.tokens <= a.line_tokens; }
   // Whether tokens of other ranks may come as lines.
-  WEFT_DEVICE bool takes_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool takes_lines() const { return kHasLines<MeshT> && a.call.lines != 0; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, batches(), shape.top_k, has_weights());
@@ -118,7 +112,7 @@ struct Dispatch {
   // Whether this rank's rows stand once in its own window, where receivers read them: in large calls on the host. Not
   // where ranks can be masked: nobody waits for a masked rank, so rows could change while it still reads them.
   WEFT_DEVICE bool keeps_rows() const {
-    if constexpr (kCopiesAlone && !kPorts)
+    if constexpr (kCopiesAlone && kHasLines<MeshT>)
       return payload_format().encoder == Encoder::kNone && a.call.masked == nullptr && !sends_lines() &&
              is_past_caches(a.call, shape.row_bytes);
     else
@@ -134,10 +128,14 @@ struct Dispatch {
     return half_at() + a.call.lines_at + slot * message().line_bytes();
   }
 
+  // A source's count words, with what fills up a unit of a port.
+  WEFT_DEVICE uint32_t count_words() const {
+    return kHasPorts<MeshT> ? port_count_words(local_experts()) : local_experts();
+  }
   // Offset in the window of a source's first count_word().
   WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
     return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
-                          uint64_t{source} * (kPorts ? port_count_words(local_experts()) : local_experts()));
+                          uint64_t{source} * count_words());
   }
   WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
     return reinterpret_cast<const uint64_t*>(control_from(a.call, mesh, source, counts_at(source))) + expert;
@@ -146,14 +144,21 @@ struct Dispatch {
   WEFT_DEVICE DispatchOutbox outbox() const {
     return dispatch_outbox(shape.ranks, local_experts(), batches(), message());
   }
-  // Offsets in the outbox for a port peer: message `index` of a batch, and the first count_word().
-  WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t batch, uint32_t index) const {
+  // A batch's messages to a peer, from number `index` on.
+  WEFT_DEVICE Outgoing<MeshT> messages_to(uint32_t peer, uint32_t batch, uint32_t index) const {
     const uint64_t slot = (uint64_t{peer} * batches().count + batch) * batches().capacity + index;
-    return outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride;
+    return {mesh,
+            peer,
+            near_window(mesh, peer),
+            message_at(mesh.rank(), batch, index),
+            outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride,
+            port_places(mesh).payload};
   }
-  WEFT_DEVICE uint64_t outgoing_counts_at(uint32_t peer) const {
-    return outbox_offset(a.call, shape.ranks, epoch) + outbox().counts +
-           uint64_t{peer} * port_count_words(local_experts()) * 8;
+  // The count words that a peer gets.
+  WEFT_DEVICE Outgoing<MeshT> counts_to(uint32_t peer) const {
+    return outgoing_control(
+        a.call, mesh, peer, counts_at(mesh.rank()),
+        outbox_offset(a.call, shape.ranks, epoch) + outbox().counts + uint64_t{peer} * count_words() * 8);
   }
 
   WEFT_DEVICE DispatchShared shared() const {

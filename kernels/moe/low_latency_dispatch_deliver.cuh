@@ -21,21 +21,6 @@ WEFT_DEVICE Range counting_blocks(const D& d) {
   return {d.block.count() - count, d.block.count()};
 }
 
-// The warp: sends a port peer its counts from the outbox, and the handshake behind them.
-template <class D>
-WEFT_DEVICE void send_counts_to_port(const D& d, uint32_t peer) {
-  const int64_t places = records_of(d.mesh, peer);
-  auto* words = reinterpret_cast<uint64_t*>(d.mesh.local() + places + d.outgoing_counts_at(peer));
-  for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-    store_relaxed(&words[i], count_word(d.epoch.number, d.prefix()[peer * d.local_experts() + i]));
-  d.warp.sync();
-  if (d.warp.rank() != 0) return;
-  d.mesh.to(peer).put(OneThread{}, in_part(d.counts_at(d.mesh.rank()), places),
-                      in_part(d.outgoing_counts_at(peer), places),
-                      uint64_t{port_count_words(d.local_experts())} * 8);
-  send_handshake(d.a.call, d.mesh, d.epoch, peer, 0);
-}
-
 // One warp per peer. `is_counted`: prefix() is already what all tokens choose.
 template <class D>
 WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
@@ -51,65 +36,51 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   WEFT_ROLLED
   for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
-    if (is_port(d.mesh, peer)) {
-      send_counts_to_port(d, peer);
-      continue;
-    }
-    auto* theirs =
-        reinterpret_cast<uint64_t*>(near_control(d.a.call, d.mesh, peer, d.counts_at(d.mesh.rank())));
+    const auto counts = d.counts_to(peer);
+    auto* words = reinterpret_cast<uint64_t*>(counts.at());
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-      store_relaxed(&theirs[i], count_word(d.epoch.number, d.prefix()[peer * d.local_experts() + i]));
+      store_relaxed(&words[i], count_word(d.epoch.number, d.prefix()[peer * d.local_experts() + i]));
     d.warp.sync();
-    if (d.warp.rank() == 0) send_handshake(d.a.call, d.mesh, d.epoch, peer, 0);
+    if (d.warp.rank() != 0) continue;
+    counts.put(OneThread{}, uint64_t{d.count_words()} * 8);
+    send_handshake(d.a.call, d.mesh, d.epoch, peer, 0);
   }
   d.block.sync();  // a handshake would wait for all that the block sends by then
 }
 
-// One thread, after the block's stores: a batch's messages to a port peer leave the outbox, as one range, and the batch's
-// word behind them. A peer that reads them in another rank's window gets none.
+// One thread, after the block's stores: tells a peer how many messages of a batch it has. `store` is how a near peer's word
+// is stored. Messages to a port peer leave as one range when the batch is done, their word behind them; a peer that reads
+// them in another rank's window gets none.
+template <class D, class Store>
+WEFT_DEVICE void move_word(const D& d, uint32_t batch, uint32_t peer, uint64_t done, uint32_t count,
+                           Store store) {
+  const uint64_t word = word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch);
+  const uint64_t value = d.epoch.number * kWordEpoch | done | count;
+  const auto messages = d.messages_to(peer, batch, 0);
+  if (messages.is_near() || count == 0)
+    put_control(d.a.call, d.mesh, peer, word, value, store);
+  else
+    messages.send(OneThread{}, count * d.message().stride, word, value);
+}
 template <class D>
-WEFT_DEVICE void send_range(const D& d, uint32_t batch, uint32_t peer) {
-  if (d.carrier_to(peer) != peer) return;
-  const uint32_t count = d.sent()[peer];
-  const PortPlaces places = port_places(d.mesh);
-  const uint64_t word =
-      in_part(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch), places.records);
-  const uint64_t value = d.epoch.number * kWordEpoch | kWordDone | count;
-  auto channel = d.mesh.to(peer);
-  if (count == 0) return channel.put_value(word, value);
-  channel.put_with_signal(OneThread{}, in_part(d.message_at(d.mesh.rank(), batch, 0), places.payload),
-                          in_part(d.outgoing_at(peer, batch, 0), places.payload),
-                          (count - 1) * d.message().stride + d.message().bytes, word, value);
+WEFT_DEVICE bool gets_word(const D& d, uint32_t peer, uint64_t done) {
+  return d.messages_to(peer, 0, 0).is_near() || (done != 0 && d.carrier_to(peer) == peer);
 }
 
-// Warp 0, after the block's stores: tells peers how many messages of the batch they have. Port peers get theirs when the
-// batch is done.
+// Warp 0, after the block's stores: tells peers how many messages of the batch they have.
 template <class D>
 WEFT_DEVICE void move_words(const D& d, uint32_t batch, uint64_t done) {
-  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
-    if (d.present()[peer] == 0) continue;
-    if (is_port(d.mesh, peer)) {
-      if (done != 0) send_range(d, batch, peer);
-      continue;
-    }
-    put_control(d.a.call, d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch),
-                d.epoch.number * kWordEpoch | done | d.sent()[peer]);
-  }
+  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size())
+    if (d.present()[peer] != 0 && gets_word(d, peer, done))
+      move_word(d, batch, peer, done, d.sent()[peer], [](uint64_t* at, uint64_t v) { store_release(at, v); });
 }
 
 // One warp, after a batch's only token, if any, was routed: tells the peers that get no message of it.
 template <class D>
 WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
-  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
-    if (d.present()[peer] == 0 || d.sent()[peer] != 0) continue;
-    if (is_port(d.mesh, peer)) {
-      send_range(d, batch, peer);
-      continue;
-    }
-    std::byte* theirs =
-        near_control(d.a.call, d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch));
-    store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
-  }
+  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size())
+    if (d.present()[peer] != 0 && d.sent()[peer] == 0 && gets_word(d, peer, kWordDone))
+      move_word(d, batch, peer, kWordDone, 0, [](uint64_t* at, uint64_t v) { store_relaxed(at, v); });
 }
 
 // The current token's messages, from their image, as lines. The block.

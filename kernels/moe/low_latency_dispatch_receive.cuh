@@ -239,8 +239,8 @@ struct Incoming {
 template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
-  if constexpr (D::kPorts)
-    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+  if (board_of(d.a.call, d.mesh).control)
+    return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 

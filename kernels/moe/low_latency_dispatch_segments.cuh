@@ -106,7 +106,7 @@ WEFT_DEVICE void find_segments(const D& d) {
   d.warp.sync();
   // Before the counts: a rank that makes another call has other counts, and counts that come through a port are there
   // once the handshake is.
-  if (reports || kIsAllNear || D::kPorts) check_sources(d);
+  if (reports || D::kChecksFirst) check_sources(d);
   WEFT_ROLLED
   for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
     await_counts(d, first);

@@ -16,33 +16,18 @@ WEFT_DEVICE void write_handshake(const LowLatencyCall& call, LowLatencyHandshake
   store_relaxed(&handshake->dispatch_epoch, dispatch_epoch);
 }
 
-// The same as send_handshake(), through a port.
-template <class MeshT>
-WEFT_DEVICE void send_handshake_to_port(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch,
-                                        uint32_t peer, uint64_t dispatch_epoch) {
-  const LowLatencyControl at = low_latency_control(mesh.ranks());
-  const int64_t places = records_of(mesh, peer);
-  const uint64_t from = outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake);
-  const uint64_t to =
-      call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
-  const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
-  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(mesh.local() + places + from), dispatch_epoch);
-  mesh.to(peer).put_with_signal(OneThread{}, in_part(to, places), in_part(from, places),
-                                sizeof(LowLatencyHandshake), in_part(arrived, places), epoch.number);
-}
-
 // One thread: publishes all earlier writes to the peer, together with this rank's arguments.
 template <class MeshT>
 WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
                                 uint64_t dispatch_epoch) {
-  if (is_port(mesh, peer)) return send_handshake_to_port(call, mesh, epoch, peer, dispatch_epoch);
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  std::byte* control = near_control(call, mesh, peer, call.region);
-  auto* handshake = reinterpret_cast<LowLatencyHandshake*>(control + at.handshake) +
-                    epoch.parity * mesh.ranks() + mesh.rank();
-  write_handshake(call, handshake, dispatch_epoch);
-  const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
-  store_release(reinterpret_cast<uint64_t*>(control + (arrived - call.region)), epoch.number);
+  const uint64_t to =
+      call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
+  const Outgoing<MeshT> handshake = outgoing_control(
+      call, mesh, peer, to, outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake));
+  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(handshake.at()), dispatch_epoch);
+  handshake.send(OneThread{}, sizeof(LowLatencyHandshake),
+                 control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank()), epoch.number);
 }
 
 // One thread: waits for a source's handshake. False: leave that source out.

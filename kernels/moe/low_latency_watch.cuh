@@ -95,7 +95,9 @@ class Watcher {
 
   // Where windows have two parts the board is the window's own control area: near peers store there.
   WEFT_DEVICE bool has_parts() const { return port_places(c_.mesh).records != 0; }
-  WEFT_DEVICE bool is_told_here(uint32_t source) const { return has_parts() && !is_port(c_.mesh, source); }
+  WEFT_DEVICE bool is_told_here(uint32_t source) const {
+    return has_parts() && near_window(c_.mesh, source) != nullptr;
+  }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
@@ -136,13 +138,13 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
 // Whether this block watches.
 template <class C>
 WEFT_DEVICE bool is_watching(const C& c) {
-  return c.a.call.board.control && Block{}.index() == 0;
+  return board_of(c.a.call, c.mesh).control && Block{}.index() == 0;
 }
 
 // Every other block, at its end.
 template <class C>
 WEFT_DEVICE void leave_watched(const C& c) {
-  if (!c.a.call.board.control) return;
+  if (!board_of(c.a.call, c.mesh).control) return;
   c.block.sync();
   if (c.block.rank() != 0) return;
   const bool is_last = c.block.index() + 1 == c.block.count();

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
+// low_latency_call.cuh: how a launch of low-latency mode starts, how ranks agree on the call, and how it waits: for words,
+// handshakes and lines.
 //
 // Nothing runs at the end of a launch: no block waits for another. The next launch acknowledges the messages
 // that this one has read, since the stream orders the two. Peers need that acknowledgement two calls later.
+// The handshake is the last thing that a rank sends to a peer. It publishes everything written before, and carries the
+// arguments that ranks must agree on; a difference is a fault.
 #pragma once
 
 #include "kernels/core/reach.cuh"
@@ -279,6 +282,167 @@ WEFT_DEVICE int64_t expert_or_none(const LowLatencyCall& call, int64_t id) {
 template <class Args>
 WEFT_DEVICE int64_t chosen_expert(const Args& a, uint64_t top_k, uint64_t token, uint64_t k) {
   return expert_or_none(a.call, expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k));
+}
+
+// ---- handshakes
+
+WEFT_DEVICE void write_handshake(const LowLatencyCall& call, LowLatencyHandshake* handshake,
+                                 uint64_t dispatch_epoch) {
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i)
+    store_relaxed(&handshake->words[i], call.handshake.words[i]);
+  store_relaxed(&handshake->dispatch_epoch, dispatch_epoch);
+}
+
+// One thread: publishes all earlier writes to the peer, together with this rank's arguments.
+template <class MeshT>
+WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                                uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const uint64_t to =
+      call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
+  const Outgoing<MeshT> handshake = outgoing_control(
+      call, mesh, peer, to, outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake));
+  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(handshake.at()), dispatch_epoch);
+  handshake.send(OneThread{}, sizeof(LowLatencyHandshake),
+                 control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank()), epoch.number);
+}
+
+// One thread: waits for a source's handshake. False: leave that source out.
+template <class MeshT>
+WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                                 Site site) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* signal = reinterpret_cast<const uint64_t*>(
+      control_from(call, mesh, source, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
+  uint64_t seen = 0;
+  return await(call, mesh, signal, epoch.number, source, site, 1, seen);
+}
+
+// One thread, after that: whether the source makes the same call; a fault if it does not.
+template <class MeshT>
+WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                        uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* vecs =
+      reinterpret_cast<const Vec16*>(control_from(call, mesh, source, call.region + at.handshake)) +
+      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
+  const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
+  static_assert(LowLatencyHandshake::kWords == 6 && sizeof(LowLatencyHandshake) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i) {
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.handshake.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.handshake.words[i], theirs,
+          i);
+    return false;
+  }
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
+  return false;
+}
+
+// ---- lines: vectors that travel one after the other or as lines
+
+// Part `part` of `parts` of `items`, as even as they come. All in 32 bits, like whatever is divided here: a
+// GPU takes a good part of a microsecond to divide 64 bits.
+struct Range {
+  uint32_t first;
+  uint32_t last;
+};
+WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, Divisor parts) {
+  return {items * part / parts, items * (part + 1) / parts};
+}
+
+// How vectors travel: one after the other, or as lines, whose parts are counted then.
+struct VecLayout {
+  bool lines;
+  uint32_t vecs;
+  uint64_t tag;
+
+  WEFT_DEVICE bool holds(uint32_t index) const { return !lines || LinePart{index}.holds(vecs); }
+  WEFT_DEVICE uint32_t vec(uint32_t index) const { return lines ? LinePart{index}.vec() : index; }
+  WEFT_DEVICE Range range(uint32_t part, Divisor parts) const {
+    if (!lines) return part_of(vecs, part, parts);
+    const Range whole = part_of(lines_of(vecs), part, parts);
+    return {whole.first * kLineParts, whole.last * kLineParts};
+  }
+  // Whether one thread takes a row as a whole.
+  WEFT_DEVICE bool is_alone() const { return kSumsAlone && !lines; }
+  WEFT_INNER void store(Vec16* to, uint32_t index, Vec16 value) const {
+    if (lines)
+      store_part(to, {index}, value, tag);
+    else
+      store_vec(to + index, value);
+  }
+  // False: it has not come.
+  WEFT_DEVICE bool load(const Vec16* from, uint32_t index, Vec16& value) const {
+    if (lines) return load_part(from, {index}, tag, value);
+    value = load_vec_fresh(from + index);
+    return true;
+  }
+  // Vectors of a row of this rank, a warp's size apart from `first` on: as many before `last` as there is room for.
+  template <uint32_t kVecs>
+  WEFT_DEVICE void load_row(Warp warp, Vec16 (&held)[kVecs], const Vec16* row, uint32_t first,
+                            uint32_t last) const {
+    if (is_alone()) return load_row_alone(held, row, first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && holds(index)) held[v] = load_vec(row + vec(index));
+    }
+  }
+  // The same of a row that a peer has written, or writes as lines. Each lane sets `bit` of `missing` if its part has not
+  // all come. A lane without a part does not ask where the row is.
+  template <uint32_t kVecs, class Row>
+  WEFT_DEVICE void load_arrived(Warp warp, Vec16 (&held)[kVecs], Row row, uint32_t first, uint32_t last,
+                                uint32_t& missing, uint32_t bit) const {
+    if (is_alone()) return load_row_alone(held, row(), first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && !load(row(), index, held[v])) missing |= 1u << bit;
+    }
+  }
+};
+
+// One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
+// written in; the peer's last handshake does.
+template <class MeshT>
+WEFT_DEVICE void lose_lines(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                            Site site, uint64_t waited_ns) {
+  const uint64_t arrived_at = low_latency_control(mesh.ranks()).arrived;
+  const auto* arrived = mesh.local() + control_offset(call, arrived_at, mesh.ranks(), epoch, peer);
+  lose(call, peer, site, epoch.number, load_relaxed(reinterpret_cast<const uint64_t*>(arrived)), waited_ns);
+}
+
+// Waits, in the warp, for what a peer sends as lines: came() looks, and says the same in every lane. False:
+// it did not come, and the peer is masked, by now or before, or it is a fault.
+template <class MeshT, class Came>
+WEFT_DEVICE bool await_lines(const LowLatencyCall& call, Warp warp, const MeshT& mesh, Epoch epoch,
+                             uint32_t peer, Site site, Came came) {
+  uint64_t waited_ns = 0;
+  bool is_there = false;
+  const Span traced(warp.rank() == 0 ? call.wait.trace : nullptr, site, peer);
+  auto is_over = [&] { return (is_there = came()) || warp.any(is_masked(call, peer)); };
+  if (poll_together(warp, call.wait, waited_ns, is_over)) return is_there;
+  if (warp.rank() == 0) lose_lines(call, mesh, epoch, peer, site, waited_ns);
+  return false;
+}
+
+// One look of the warp at lines that hold `vecs` vectors, which go to `to` as far as they came. Returns, in
+// each lane, whether the lane's own did.
+WEFT_DEVICE bool take_lines(Warp warp, const Vec16* lines, uint32_t vecs, uint64_t tag, Vec16* to) {
+  bool came = true;
+  for (uint32_t i = warp.rank(); i < parts_of(vecs); i += warp.size()) {
+    const LinePart part{i};
+    Vec16 vec;
+    if (!load_part(lines, part, tag, vec))
+      came = false;
+    else if (part.holds(vecs))
+      to[part.vec()] = vec;
+  }
+  return came;
 }
 
 }  // namespace low_latency

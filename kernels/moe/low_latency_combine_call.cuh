@@ -8,8 +8,7 @@
 // for the replies that those bring. A masked slot has no weight, and its row is not looked at.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
-#include "kernels/moe/low_latency_lines.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -34,7 +33,7 @@ struct CombineLayouts<false> {
   RoutesLayout routes;
 };
 
-// How weights and replies travel: MappedCombine (low_latency_combine_answer.cuh), where all ranks map each other, or
+// How weights and replies travel: MappedCombine (low_latency_combine_send.cuh), where all ranks map each other, or
 // PortCombine (low_latency_combine_ports.cuh). Both have
 //   Replies                  this rank's replies to a batch of an owner: where each is built, and how they leave
 //   kOwnersPlace             an owner's note says where its replies stand: it has come before any is built

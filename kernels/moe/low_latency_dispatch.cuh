@@ -17,8 +17,8 @@
 //          one word; per rank 8 * Le bytes.
 #pragma once
 
-#include "kernels/moe/low_latency_dispatch_deliver.cuh"
 #include "kernels/moe/low_latency_dispatch_receive.cuh"
+#include "kernels/moe/low_latency_dispatch_send.cuh"
 #include "kernels/moe/low_latency_watch.cuh"
 
 namespace weft {

@@ -4,8 +4,7 @@
 // and counts stand in a window, and what the block keeps in shared memory.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
-#include "kernels/moe/low_latency_lines.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {

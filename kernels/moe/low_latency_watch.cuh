@@ -10,7 +10,7 @@
 // window.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {

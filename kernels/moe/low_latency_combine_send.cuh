@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_answer.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
+// low_latency_combine_send.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
 // brought: a reply for each message or row, built at its place in the owner's window, then the batch's word there, unless
 // the replies are lines.
 #pragma once
 
-#include "kernels/moe/low_latency_combine_ports.cuh"
 #include "kernels/moe/low_latency_combine_sum.cuh"
 
 namespace weft {

@@ -99,6 +99,14 @@ struct ReplySource {
   template <uint32_t kRows, uint32_t kVecs>
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
+    if (layout.is_alone()) {
+      for (uint32_t r = 0; r < kRows && row + r < count; ++r)
+        if (row + r == own)
+          sum_own(held[r], first, last);
+        else
+          load_row_alone(held[r], reply(row + r), first, last);
+      return true;
+    }
     const bool has_own = own >= row && own < row + kRows;
     Vec16 made[kVecs] = {};
     if (has_own) sum_own(made, first, last);

@@ -35,17 +35,15 @@ class Fetch {
   // Entries item, item + step, ...: at most kLandings. False: one did not come, and a fault says so.
   WEFT_DEVICE bool run(uint64_t item, uint64_t step) {
     uint32_t asked = 0;
-    Asked waiting[kHasPorts<MeshT> ? kLandings : 1];
+    Asked waiting[kLandings];
     for (uint32_t i = 0; i < kLandings && item < a_.count; ++i, item += step) {
       uint64_t at = 0;
       uint32_t rank = 0;
       if (!find(item, rank, at)) continue;
-      if constexpr (kHasPorts<MeshT>) {
-        if (is_port(mesh_, rank)) {
-          waiting[asked] = ask(asked, rank, at, item);
-          ++asked;
-          continue;
-        }
+      if (is_port(mesh_, rank)) {
+        waiting[asked] = ask(asked, rank, at, item);
+        ++asked;
+        continue;
       }
       copy_any(warp_, a_.out + item * a_.row_bytes, near_window(mesh_, rank) + at, a_.row_bytes);
     }

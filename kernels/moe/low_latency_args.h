@@ -38,12 +38,11 @@ struct LowLatencyCall {
   uint64_t half_bytes;
   uint64_t
       lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
-  uint32_t* masked;  // u32[R]: peers to leave out; null where there is no shrinking
-  uint32_t* silent;  // u32[R], also the host's: 1 for peers that kernels have masked; null as above
-  uint32_t phases;   // kPhaseSend, kPhaseReceive, or both
-  uint32_t
-      call_slot;  // ties the two launches of a call: < kCallSlots, different for calls outstanding together
-  uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
+  uint32_t* masked;    // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;    // u32[R], also the host's: 1 for peers that kernels have masked; null as above
+  uint32_t phases;     // kPhaseSend, kPhaseReceive, or both
+  uint32_t call_slot;  // ties the two launches of a call: < kCallSlots, another for each outstanding call
+  uint32_t may_mask;   // 1: a silent peer is masked; 0: it is a fault
   uint32_t max_tokens;
   uint32_t tokens;
   uint32_t experts;
@@ -132,11 +131,10 @@ struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for
   // Where ranks have port peers:
-  uint32_t answer_room;  // answer_room() of the outbox
-  Divisor answer_parts;  // of each reply, which the warps of a block share out
-  uint32_t
-      domain_ranks;  // of this rank's domain; domain_sources: owners that one of them gathers replies for at most
-  uint32_t domain_sources;
+  uint32_t answer_room;     // answer_room() of the outbox
+  Divisor answer_parts;     // of each reply, which the warps of a block share out
+  uint32_t domain_ranks;    // of this rank's domain
+  uint32_t domain_sources;  // owners that one of them gathers replies for, at most
   uint32_t sent_id_bytes;
   uint32_t has_saved_weights;   // 1: topk_weights are of the slots of sent_idx
   const uint32_t* rail_tables;  // RailTables; null where each rank sends its own replies

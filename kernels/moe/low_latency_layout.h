@@ -198,8 +198,8 @@ struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
   uint64_t lines;   // 1: this rank's tokens travelled as lines
   uint64_t counts;  // i32[R][batches], with kCameAsLines
-  uint64_t
-      records;  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
+  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any.
+  uint64_t records;
   uint64_t record_words;
   uint64_t chosen;   // i32[M][K] of this rank's tokens, in the order of topk_idx: the expert or -1
   uint64_t weights;  // f32[M][K], if any
@@ -277,8 +277,8 @@ struct CombineShared {
   uint64_t weight;  // f32[warps][K]
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
-  uint64_t
-      gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_ports.cuh
+  // u32[gathered words] with replies once for each domain: see low_latency_combine_ports.cuh.
+  uint64_t gathered;
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps,

@@ -94,7 +94,9 @@ def test_memory_of_the_host_costs_a_crossing_each_way(capsys: pytest.CaptureFixt
         assert call["host_bound"] == call["bound"] == "network"
     for call, slower in zip(both(), both("--pcie-gb-s", "25", "--pcie-latency-us", "0"), strict=True):
         assert slower["us"] == call["us"] and slower["host_bound"] == "PCIe"
-        assert slower["host_us"] - slower["us"] == pytest.approx(call["network_bytes"] * (1 / 25e3 - 1 / 50e3))
+        assert slower["host_us"] - slower["us"] == pytest.approx(
+            call["network_bytes"] * (1 / 25e3 - 1 / 50e3)
+        )
     for call in both("--nodes", "1"):
         assert call["host_us"] == call["us"]
 

@@ -28,8 +28,8 @@ examples:
 
 The time is the largest of: bytes over mapped links, bytes over the network, puts; and the latencies before it. What
 kernels do besides is not in it, so a call takes longer. "limited by" says which of them it is. "us" is for a network
-that reads and writes memory of the GPU. "host us" is for one that does not, so that what it carries is stored to memory of
-the host and read from there, over PCIe (WEFT_PORT_WINDOWS). Rates and latencies of the machine are arguments: the
+that reads and writes memory of the GPU. "host us" is for one that does not: what it carries is stored to memory of the
+host and read from there, over PCIe (WEFT_PORT_WINDOWS). Rates and latencies of the machine are arguments: the
 defaults of mapped links, PCIe and SMs are an H200's, those of the network are examples.
 """
 
@@ -234,7 +234,6 @@ def _prediction(plans: list[dict[str, Any]]) -> Table:
             Column("call", is_key=True),
             *(Column(head, is_number=True) for head in numbers),
             Column("us", is_number=True),
-            Column("limited by", never_folds=True),
             Column("host us", is_number=True),
             Column("limited by", never_folds=True),
         ],
@@ -249,9 +248,9 @@ def _prediction(plans: list[dict[str, Any]]) -> Table:
                 f"{phase['network_bytes'] / 1e6:.2f}",
                 str(phase["puts"]),
                 f"{phase['us']:.1f}",
-                phase["bound"],
                 f"{phase['host_us']:.1f}",
-                phase["host_bound"],
+                phase["bound"]
+                + (f"; host: {phase['host_bound']}" if phase["host_bound"] != phase["bound"] else ""),
             )
     return table
 

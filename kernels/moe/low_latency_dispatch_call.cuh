@@ -143,13 +143,13 @@ struct Dispatch {
   WEFT_DEVICE DispatchOutbox outbox() const {
     return dispatch_outbox(shape.ranks, local_experts(), batches(), message());
   }
-  // A batch's messages to a peer, from number `index` on.
+  // A batch's messages to a peer, from number `index` on, or the only one as lines.
   WEFT_DEVICE Outgoing<MeshT> messages_to(uint32_t peer, uint32_t batch, uint32_t index) const {
     const uint64_t slot = (uint64_t{peer} * batches().count + batch) * batches().capacity + index;
     return {mesh,
             peer,
             near_window(mesh, peer),
-            message_at(mesh.rank(), batch, index),
+            sends_lines() ? line_message_at(mesh.rank(), batch) : message_at(mesh.rank(), batch, index),
             outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride,
             port_places(mesh).payload};
   }

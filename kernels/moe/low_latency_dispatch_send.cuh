@@ -62,7 +62,6 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
 template <class D>
 WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
   if (d.keeps_own(rank)) return d.own_message(batch, d.sent()[rank]);
-  if (d.sends_lines()) return near_window(d.mesh, rank) + d.line_message_at(d.mesh.rank(), batch);
   return d.messages_to(rank, batch, d.sent()[rank]).at();
 }
 

@@ -112,6 +112,8 @@ nb::dict to_dict(const GpuFacts& gpu) {
   dict["can_share_vmm"] = gpu.can_share_vmm;
   dict["can_share_fabric"] = gpu.can_share_fabric;
   dict["can_rdma"] = gpu.can_rdma;
+  dict["exports_dmabuf"] = gpu.exports_dmabuf;
+  dict["nic_write_order"] = gpu.nic_write_order;
   return dict;
 }
 

@@ -47,6 +47,8 @@ Result<GpuFacts> ask(const CudaDriver& driver, int ordinal) {
                         attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) != 0;
   facts.can_share_fabric = attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED) != 0;
   facts.can_rdma = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
+  facts.exports_dmabuf = attribute(CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED) != 0;
+  facts.nic_write_order = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING);
   facts.numa_node = numa_node_of(facts.pci_address);
   facts.nvlinks = active_nvlinks(facts.pci_address);
   return facts;

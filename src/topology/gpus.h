@@ -26,6 +26,8 @@ struct GpuFacts {
   bool can_share_vmm = false;     // memory as a file descriptor (cuMemExportToShareableHandle)
   bool can_share_fabric = false;  // memory as a fabric handle, for GPUs of other hosts in one NVLink domain
   bool can_rdma = false;          // NICs may read and write such memory
+  bool exports_dmabuf = false;    // ... through a DMA-BUF that the driver makes of it
+  int nic_write_order = 0;  // who sees a NIC's writes in their order: 0 nobody, 100 this GPU, 200 all GPUs
 };
 
 struct GpuLink {

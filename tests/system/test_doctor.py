@@ -16,12 +16,13 @@ from programs import WEFT, environment, run_program
 
 from weft import _core, cli
 from weft.runtime import doctor
+from weft.runtime.findings import Finding
 from weft.transfer import nics
 
 
-def report(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, doctor.Finding]:
+def report(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Finding]:
     assert cli.main(["doctor", "--json"]) == status
-    found = [doctor.Finding(**fields) for fields in json.loads(capsys.readouterr().out)]
+    found = [Finding(**fields) for fields in json.loads(capsys.readouterr().out)]
     return {finding.what.partition(" (")[0]: finding for finding in found}
 
 
@@ -33,7 +34,7 @@ def test_every_provider_is_named_with_what_it_is_for(capsys: pytest.CaptureFixtu
     assert found["provider loopback"].state == "ok"
 
 
-def _words(finding: doctor.Finding) -> list[str]:
+def _words(finding: Finding) -> list[str]:
     return finding.what.replace(";", "").split()
 
 
@@ -49,7 +50,7 @@ def test_a_missing_library_comes_with_its_package(
 ) -> None:
     ran = run_program([*WEFT, "doctor", "--json"], tmp_path, more={variable: "/nowhere/lib.so"})
     assert ran.returncode == 0, ran.stderr
-    findings = [doctor.Finding(**fields) for fields in json.loads(ran.stdout)]
+    findings = [Finding(**fields) for fields in json.loads(ran.stdout)]
     (finding,) = (finding for finding in findings if provider in _words(finding))
     assert finding.state == "missing" and "/nowhere/lib.so" in finding.why
     assert packages in finding.remedy
@@ -79,10 +80,10 @@ def test_two_owners_of_deep_ep_are_wrong(
 
 def test_what_one_command_mends_is_one_finding() -> None:
     ways = [
-        doctor.Finding("missing", f"provider {name}", f"transfers over {network}", "no library", "install it")
+        Finding("missing", f"provider {name}", f"transfers over {network}", "no library", "install it")
         for name, network in (("a", "copper"), ("b", "glass"))
     ]
-    other = doctor.Finding("missing", "a loom", "weaving", "none in the house", "buy one")
+    other = Finding("missing", "a loom", "weaving", "none in the house", "buy one")
     one, last = doctor.merged([ways[0], other, ways[1]])
     assert (one.what, one.serves, one.remedy) == (
         "provider a; b",
@@ -90,14 +91,14 @@ def test_what_one_command_mends_is_one_finding() -> None:
         "install it",
     )
     assert last == other
-    assert doctor.merged([doctor.Finding("ok", "x", "y"), doctor.Finding("ok", "z", "y")]) == [
-        doctor.Finding("ok", "x", "y"),
-        doctor.Finding("ok", "z", "y"),
+    assert doctor.merged([Finding("ok", "x", "y"), Finding("ok", "z", "y")]) == [
+        Finding("ok", "x", "y"),
+        Finding("ok", "z", "y"),
     ]
 
 
 def test_lines_say_what_helps() -> None:
-    finding = doctor.Finding("missing", "a loom", "weaving", "none in the house", "buy one")
+    finding = Finding("missing", "a loom", "weaving", "none in the house", "buy one")
     assert doctor.lines(finding) == [
         "missing  a loom: weaving",
         "         none in the house",

@@ -14,7 +14,7 @@ from programs import run_program
 
 from weft import _core, cli
 from weft.errors import Error
-from weft.runtime import doctor
+from weft.runtime.findings import Finding
 
 # A release of libfabric that knows no network.
 _SOURCE = """
@@ -72,7 +72,7 @@ def test_people_are_told_of_an_old_libfabric(
 ) -> None:
     monkeypatch.setattr(_core, "libfabric", lambda: ("/lib/libfabric.so.1", "1.17", False))
     assert cli.main(["doctor", "--json"]) == 0
-    found = [doctor.Finding(**fields) for fields in json.loads(capsys.readouterr().out)]
+    found = [Finding(**fields) for fields in json.loads(capsys.readouterr().out)]
     (finding,) = (one for one in found if one.what.startswith("libfabric"))
     assert finding.state == "missing" and "release 1.17 (/lib/libfabric.so.1)" in finding.why
     assert finding.remedy.startswith("pip install mpich") and "WEFT_LIBFABRIC" in finding.remedy

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``weft doctor``: lists what this machine lacks, which feature needs it, and the command that installs it.
 
-Each line says what works (``ok``), what does not and what that costs (``missing``), or what is wrong and has to be
-changed (``wrong``). The command's status is 1 if anything is wrong; what is missing is a choice.
+Each line says what works (``ok``), what does not and what that costs (``missing``), what works below the machine's
+speed (``slow``), or what is wrong and has to be changed (``wrong``). The command's status is 1 if anything is wrong;
+what is missing is a choice.
 """
 
 from __future__ import annotations
@@ -17,36 +18,18 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 from weft import _core
 from weft.errors import Error
-from weft.runtime import nvrtc
+from weft.runtime import nic_checks, nvrtc
+from weft.runtime.findings import Finding
 from weft.runtime.info import providers
 from weft.runtime.listeners import listeners
 from weft.runtime.logs import printable
 from weft.runtime.tables import WIDTH
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Args:
-        state: "ok", "missing" or "wrong".
-        what: the part that was looked at.
-        serves: what it is for.
-        why: what was seen, where it is not ok.
-        remedy: a command, or what to do, where there is something to do.
-    """
-
-    state: str
-    what: str
-    serves: str
-    why: str = ""
-    remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +75,7 @@ def examine() -> list[Finding]:
         _cache,
         _libfabric,
         _providers,
+        _nics,
         _ports,
         _plots,
         _drop_in,
@@ -246,6 +230,15 @@ NETWORKS = {
     "cuda": "NVLink or PCIe, between GPUs of one host",
     "loopback": "the memory of one process, for tests",
 }
+
+
+def _nics() -> Iterator[Finding]:
+    """Look at what stands between NICs and GPUs (nic_checks.py)."""
+    try:
+        gpus = list(_core.gpus())
+    except Error:
+        gpus = []
+    yield from nic_checks.examine(Path("/"), gpus)
 
 
 def _plots() -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from weft import cli, transfer
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "providers", "python", "src", "tests", "tools"]
-FOLDERS += ["transports"]
+FOLDERS += ["transports", "measure"]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What low-latency calls take with each value of WEFT_LOW_LATENCY_CONSTANTS, in one run.
+"""``weft profile constants``: what low-latency calls take with each value of WEFT_LOW_LATENCY_CONSTANTS, in one run.
 
-    tools/low_latency_constants.py --tokens 128,1 --dtype fp8,bf16 [--ranks N] [--json FILE]
+    weft profile constants --tokens 128,1 --dtype fp8,bf16 [--ranks N] [--json FILE]
 
 For each number of tokens and each dtype every value has a buffer of its own, all in one process group. Their results
 are compared bit for bit. Then they take turns in each sample: a dispatch, a combine and ten pairs in one graph (us),
@@ -15,25 +14,48 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-import weft
 from weft import _core
 from weft.bench.moe import check, kernel_time, low_latency, peers
 from weft.bench.moe.setting import Bench, Inputs, Options
 from weft.bench.report import Report, Row, add_report_arguments
+from weft.errors import Error, invalid
+from weft.profile.low_latency_runs import add_shape_arguments, make_samples, options_of
 from weft.testing.ranks import Rank, run_job
 
 NAME = "WEFT_LOW_LATENCY_CONSTANTS"
 SETTINGS = ("never", "sizes", "calls")
 DEADLINE_S = 900.0
 COMPARED_ROUTES = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft profile constants``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tokens", type=_numbers, default=[128, 1], help="per rank (default: 128,1)")
+    parser.add_argument("--dtype", type=_dtypes, default=["fp8", "bf16"], help="(default: fp8,bf16)")
+    add_shape_arguments(parser)
+    add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write on rank 0. Returns 0; results that differ raise."""
+    torch.set_num_threads(1)  # ranks are forked from here and inherit no threads
+    gpus = torch.cuda.device_count()
+    ranks = args.ranks or gpus or 2
+    if gpus and not 2 <= ranks <= gpus:
+        raise invalid("ranks", ranks, f"2 to {gpus}, one for each GPU")
+    device = "cuda" if gpus else "cpu"
+    options = [options_of(args, tokens, dtype, device) for tokens in args.tokens for dtype in args.dtype]
+    rows = run_job(measure, options, num_ranks=lambda: ranks, deadline_s=DEADLINE_S)
+    if rows is not None:
+        _report(args, rows)
+    return 0
 
 
 @contextmanager
@@ -61,7 +83,7 @@ def _measure_shape(bench: Bench) -> list[Row]:
     o = bench.options
     inputs = Inputs.make(bench)
     traffic = inputs.traffic(o.experts)
-    made = {setting: _samples(bench, inputs, traffic, setting) for setting in SETTINGS}
+    made = {setting: _samples(bench, inputs, setting) for setting in SETTINGS}
     for routes in inputs.routes[:COMPARED_ROUTES]:
         _compare(bench, inputs, routes[bench.me.rank].to(bench.device), made)
     calls = {setting: samples.calls_by_row() for setting, samples in made.items()}
@@ -94,19 +116,15 @@ def _measure_shape(bench: Bench) -> list[Row]:
     return rows
 
 
-def _samples(bench: Bench, inputs: Inputs, traffic: Any, setting: str) -> low_latency.Samples:
-    o = bench.options
+def _samples(bench: Bench, inputs: Inputs, setting: str) -> low_latency.Samples:
     with constants(setting):
-        buffer = low_latency.make_buffer(bench, weft.Buffer)
-        calls = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
-        low_latency.check_calls(bench, inputs, calls)
-        return low_latency.Samples(bench, inputs, {"weft": calls}, traffic, 1)
+        return make_samples(bench, inputs)
 
 
 def _compare(
     bench: Bench, inputs: Inputs, topk_idx: torch.Tensor, made: dict[str, low_latency.Samples]
 ) -> None:
-    """Raise a weft.Error on the rank where a setting gives another bit than the first does."""
+    """Raise an Error on the rank where a setting gives another bit than the first does."""
     results = {
         setting: _results(samples.calls["weft"], inputs, topk_idx) for setting, samples in made.items()
     }
@@ -114,7 +132,7 @@ def _compare(
     for setting, got in results.items():
         for name, value in got.items():
             if not torch.equal(value, wanted[name]):
-                raise weft.Error(
+                raise Error(
                     f"rank {bench.me.rank}: {name} of {NAME}={setting} is not that of {first}, "
                     f"{bench.options.tokens} tokens of {bench.options.dtype}"
                 )
@@ -132,33 +150,9 @@ def _results(calls: peers.LowLatency, inputs: Inputs, topk_idx: torch.Tensor) ->
     return {**found, "counts": counts.clone(), "combined_x": combined.view(torch.int16).clone()}
 
 
-def _options(args: argparse.Namespace, device: str) -> list[Options]:
-    return [
-        Options(
-            mode="ll",
-            tokens=tokens,
-            hidden=args.hidden,
-            top_k=args.top_k,
-            experts=args.experts,
-            dtype=dtype,
-            routes="uniform",
-            transport="auto",
-            device=device,
-            iterations=args.iterations,
-            warmup=3,
-            seed=0,
-            eager=False,
-            has_baselines=False,
-        )
-        for tokens in args.tokens
-        for dtype in args.dtype
-    ]
-
-
 def _report(args: argparse.Namespace, rows: list[Row]) -> None:
-    command = shlex.join(["tools/low_latency_constants.py", *sys.argv[1:]])
     columns = ("pair", "constants", "kernel_us", "kernel_warm_us")
-    report = Report("low-latency constants", extra_columns=columns, command=command, wide=args.wide)
+    report = Report("low-latency constants", extra_columns=columns, wide=args.wide)
     for row in rows:
         report.add(row)
     general = {_call(row): row for row in rows if row.series == SETTINGS[0]}
@@ -194,33 +188,3 @@ def _dtypes(given: str) -> list[str]:
     if not set(words) <= {"fp8", "bf16"}:
         raise argparse.ArgumentTypeError(f"got {given}, allowed: fp8, bf16 or both, with a comma between")
     return words
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=_numbers, default=[128, 1], help="per rank (default: 128,1)")
-    parser.add_argument("--dtype", type=_dtypes, default=["fp8", "bf16"], help="(default: fp8,bf16)")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 on the CPU")
-    parser.add_argument("--iterations", type=int, default=40)
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    ranks = args.ranks or gpus or 2
-    if ranks < 2 or (gpus and ranks > gpus):
-        parser.error(
-            f"--ranks: got {ranks}, allowed: 2 or more, one for each GPU where there are any ({gpus})"
-        )
-    torch.set_num_threads(1)  # ranks are forked from here and inherit no threads
-    options = _options(args, "cuda" if gpus else "cpu")
-    rows = run_job(measure, options, num_ranks=lambda: ranks, deadline_s=DEADLINE_S)
-    if rows is not None:
-        _report(args, rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host's time of a call goes, one process per GPU, or on the CPU.
+"""``weft profile host``: where the host's time of a call goes, one process per GPU, or on the CPU.
 
-    torchrun --nproc-per-node 2 tools/host_profile.py              # every call, on GPUs where there are any
-    torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
+    weft profile host                                              # every call, on all GPUs, or 2 CPU ranks
+    weft profile host --ranks 2 --calls barrier,all_reduce --functions 20 --device cpu
+    torchrun --nproc-per-node 8 -m weft profile host
 
 It prints first what single steps of a call cost on this machine. Steps of the driver go through ctypes, whose own price
 is printed beside them. Then it prints a table of times, and for each call:
@@ -30,7 +30,6 @@ import ctypes
 import json
 import os
 import pstats
-import shlex
 import statistics
 import sys
 import time
@@ -45,11 +44,16 @@ import torch.distributed as dist
 import weft
 from weft import _core
 from weft.bench.report import Report, Row
+from weft.errors import invalid
 from weft.runtime import allocation, plain
+from weft.runtime.files import write_file
 from weft.runtime.progress import progress
+from weft.runtime.tables import output_file, whole_from
+from weft.testing.ranks import Rank, run_job
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
+DEADLINE_S = 1800.0
 BATCH = 20  # calls between two waits for the GPU: far fewer than a stream can hold
 # Until a call returns, on a machine where a bare launch takes 3 us and torch.empty 2.
 GOALS_US = {
@@ -138,32 +142,57 @@ def _needed_us(name: str, prices_us: dict[str, float]) -> float:
     return launches * prices_us[_LAUNCH] + tensors * prices_us[_TENSOR]
 
 
-def main() -> None:
-    """Profile the calls that were asked for; rank 0 prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft profile host``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calls", default="", help="comma-separated; default: all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: torchrun's, all GPUs, or 2")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--tokens", type=int, default=0, help="of a rank, in all calls (default 128 and 4096)"
+        "--tokens", type=whole_from(1), default=0, help="of a rank, in all calls (default 128 and 4096)"
     )
-    parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--experts", type=int, default=EXPERTS)
-    parser.add_argument("--batches", type=int, default=15, help=f"of {BATCH} calls each")
-    parser.add_argument("--functions", type=int, default=14, help="lines of a profile")
-    parser.add_argument("--json", type=Path, help="file for times and counts, in the form of the benchmarks")
-    args = parser.parse_args()
-    rank = int(os.environ.get("RANK", 0))
+    parser.add_argument("--hidden", type=whole_from(1), default=HIDDEN)
+    parser.add_argument("--experts", type=whole_from(1), default=EXPERTS)
+    parser.add_argument("--batches", type=whole_from(1), default=15, help=f"of {BATCH} calls each")
+    parser.add_argument("--functions", type=whole_from(0), default=14, help="lines of a profile")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="for times and counts, in the form of the benchmarks"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile the calls that were asked for; rank 0 prints. Returns 0."""
+    torch.set_num_threads(1)  # ranks are forked from here and inherit no threads
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and not gpus:
+        raise invalid("device", "cuda", "cpu: torch sees no GPU here")
+    args.device = "cuda" if gpus else "cpu"
+    found = run_job(measure, args, num_ranks=lambda: args.ranks or gpus or 2, deadline_s=DEADLINE_S)
+    if found is not None and args.json:
+        report = Report("host time")
+        rows, notes = found
+        for row in rows:
+            report.add(row)
+        for note in notes:
+            report.note(note)
+        write_file(Path(args.json), json.dumps(report.to_json(), indent=1) + "\n")
+    return 0
+
+
+def measure(me: Rank, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Profile on this rank; rank 0 prints. Collective. Returns rows and notes of a report."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo")
+        local_rank = dist.get_node_local_rank(fallback_rank=me.rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     calls = _chosen(args)
-    steps = _steps_of_machine(args) if rank == 0 else {}
-    with progress(enabled=rank == 0) as bar:
+    steps = _steps_of_machine(args) if me.rank == 0 else {}
+    with progress(enabled=me.rank == 0) as bar:
         measured = [
             _measured(name, call, args)
             for name, call in bar.track(calls.items(), description="times of calls")
         ]
-        if rank == 0:
+        if me.rank == 0:
             if _LAUNCH in steps:
                 for one in measured:
                     one.floor_us = _needed_us(one.name, steps)
@@ -172,16 +201,13 @@ def main() -> None:
         for one in bar.track(measured, description="the core, functions"):
             one.in_core_us = _in_core(calls[one.name], spent, args)
             one.profile = _profiled(calls[one.name], args)
-    launch = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
-    report = Report("host time", command=shlex.join([*launch, *sys.argv]))
-    report.note("steps: " + ", ".join(f"{name} {us:.2f} us" for name, us in steps.items()))
-    for one in measured:
-        if rank == 0:
+    if me.rank == 0:
+        for one in measured:
             _print(one, args)
-            report.add(one.row(args))
-    if rank == 0 and args.json:
-        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        sys.stdout.flush()
     dist.barrier()
+    step_times = ", ".join(f"{name} {us:.2f} us" for name, us in steps.items())
+    return [one.row(args) for one in measured], [f"{me.size} ranks", f"steps: {step_times}"]
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
@@ -510,7 +536,3 @@ def _print(one: Measured, args: argparse.Namespace) -> None:
         print(
             f"   {count / calls:6.1f} {own_s / calls * 1e6:8.2f} {total_s / calls * 1e6:8.2f}  {place}{function}"
         )
-
-
-if __name__ == "__main__":
-    main()

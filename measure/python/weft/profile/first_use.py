@@ -1,10 +1,10 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the first calls of a process cost: with an empty kernel cache, then, in a second process, a full one.
+"""``weft profile first-use``: what the first calls of a process cost, with an empty kernel cache and with a full one.
 
-    python tools/first_use.py --device cuda --ranks 2 --transport mapped --json first-use.json
+    weft profile first-use --device cuda --ranks 2 --transport mapped --json first-use.json
 
-Both processes make a buffer and run low-latency dispatch and combine twice, then the high-throughput ones twice.
+Two processes, one after the other, share a cache that is empty at first. Both make a buffer and run low-latency
+dispatch and combine twice, then the high-throughput ones twice.
 Times are the slowest rank's, in milliseconds, with the device's work. ``load``: a first call less the one after it, all
 calls together, in the second process.
 """
@@ -12,7 +12,6 @@ calls together, in the second process.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -26,10 +25,50 @@ from typing import Any
 import torch
 
 import weft
-from weft.runtime.machine import machine, versions
+from weft.bench.report import Report
+from weft.errors import Error
+from weft.runtime.files import write_file
+from weft.runtime.tables import output_file, whole_from
 from weft.testing.ranks import Rank, run_ranks
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft profile first-use``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--ranks", type=whole_from(1), default=2)
+    parser.add_argument("--transport", default="auto", metavar="LIST", help="as WEFT_TRANSPORT; several: a+b")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table, and write what was measured. Returns 0."""
+    if args.here:
+        torch.set_num_threads(1)
+        print(json.dumps(in_this_process(args.ranks, args.device)))
+        return 0
+    rows = [_row(args, transport) for transport in args.transport.split("+")]
+    if args.json:
+        document = Report("first use").to_json() | {"rows": rows}
+        write_file(Path(args.json), json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _row(args: argparse.Namespace, transport: str) -> dict[str, Any]:
+    """Measure and print what first calls over a transport take."""
+    with tempfile.TemporaryDirectory() as cache:
+        options = ["--device", args.device, "--ranks", str(args.ranks)]
+        empty, full = (in_a_process(options, cache, transport) for _ in range(2))
+    load = sum(full[f"{pair}_first"] - full[f"{pair}_second"] for pair in ("low_latency", "high_throughput"))
+    print(f"{transport}:")
+    for name in empty:
+        print(f"  {name:24} empty cache {empty[name]:9.1f} ms   full cache {full[name]:9.1f} ms")
+    print(f"  load of kernels from a full cache: {load:.1f} ms")
+    return {"transport": transport, "empty_ms": empty, "full_ms": full, "load_ms": load}
 
 
 def timed(device: str, call: Callable[[], Any]) -> tuple[float, Any]:
@@ -52,7 +91,7 @@ def first_calls(rank: Rank, device: str) -> dict[str, float]:
     nbytes = weft.Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, rank.group.size(), EXPERTS)
     times = {}
     times["buffer"], buffer = timed(
-        device, lambda: weft.Buffer(rank.group, 64 << 20, nbytes, low_latency_mode=True)
+        device, lambda: weft.Buffer(rank.group, 64 << 20, nbytes, low_latency_mode=True, device=device)
     )
 
     def low_latency() -> None:
@@ -85,56 +124,16 @@ def in_this_process(ranks: int, device: str) -> dict[str, float]:
 
 
 def in_a_process(arguments: list[str], cache: str, transport: str) -> dict[str, float]:
-    """Run this file once more, with a cache and a transport."""
+    """Run this profile in a process of its own, with a cache and a transport. Raises: Error when it fails."""
     environment = {**os.environ, "WEFT_CACHE_DIR": cache, "WEFT_TRANSPORT": transport}
     ran = subprocess.run(
-        [sys.executable, __file__, "--here", *arguments],
+        [sys.executable, "-m", "weft", "profile", "first-use", "--here", *arguments],
         env=environment,
         text=True,
         capture_output=True,
         timeout=300,
     )
     if ran.returncode != 0:
-        raise SystemExit(f"first_use: the run failed:\n{ran.stdout}{ran.stderr}")
+        raise Error(f"first-use: the run failed:\n{ran.stdout}{ran.stderr}", "system")
     times: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
     return times
-
-
-def main() -> None:
-    """Measure, print a table, and write what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--transport", default="auto", metavar="LIST", help="as WEFT_TRANSPORT; several: a+b")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.here:
-        print(json.dumps(in_this_process(args.ranks, args.device)))
-        return
-    rows = []
-    for transport in args.transport.split("+"):
-        with tempfile.TemporaryDirectory() as cache:
-            options = ["--device", args.device, "--ranks", str(args.ranks)]
-            empty, full = (in_a_process(options, cache, transport) for _ in range(2))
-        load = sum(
-            full[f"{pair}_first"] - full[f"{pair}_second"] for pair in ("low_latency", "high_throughput")
-        )
-        rows.append({"transport": transport, "empty_ms": empty, "full_ms": full, "load_ms": load})
-        print(f"{transport}:")
-        for name in empty:
-            print(f"  {name:24} empty cache {empty[name]:9.1f} ms   full cache {full[name]:9.1f} ms")
-        print(f"  load of kernels from a full cache: {load:.1f} ms")
-    if args.json:
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
-            "command": "python tools/first_use.py " + " ".join(sys.argv[1:]),
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(document, indent=1))
-
-
-if __name__ == "__main__":
-    main()

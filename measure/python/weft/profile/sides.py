@@ -1,14 +1,13 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one ``weft bench`` on several sides by turns, and says by how much each differs from the first.
+"""``weft profile sides``: one ``weft bench`` on several sides by turns, and by how much each differs from the first.
 
 A side is a name and what its runs have in the environment: settings, or another commit's installation.
 
-    tools/bench_sides.py --rounds 7 --side plain: --side again: --side check:WEFT_CHECK=1 -- \\
+    weft profile sides --rounds 7 --side plain: --side again: --side check:WEFT_CHECK=1 -- \\
         collective --device cpu --ranks 4 --calls all_reduce -b 1K -e 1M
-    tools/bench_sides.py --side old:PYTHONPATH=/tmp/old --side new:PYTHONPATH=/tmp/new --json cost.json -- \\
+    weft profile sides --side old:PYTHONPATH=/tmp/old --side new:PYTHONPATH=/tmp/new --json cost.json -- \\
         moe --device cpu
-    tools/bench_sides.py --side mapped: --side nccl:WEFT_TRANSPORT=nccl,WEFT_WINDOW_BYTES=4GiB -- moe --mode ll
+    weft profile sides --side mapped: --side nccl:WEFT_TRANSPORT=nccl,WEFT_WINDOW_BYTES=4GiB -- moe --mode ll
 
 Another commit's installation: git archive COMMIT into a folder, and there pip install --no-deps --target /tmp/old .
 
@@ -23,13 +22,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from weft.bench.report import Report
+from weft.errors import Error, invalid
+from weft.runtime.files import write_file
+from weft.runtime.tables import output_file, whole_from
 
 _TIMES = ("us", "enqueue_us", "eager_us")
 _NO_KEYS = {"us_min", "us_max", "floor_us", "checked", "baselines", *_TIMES}
@@ -38,6 +41,41 @@ Row = dict[str, Any]
 Samples = dict[
     tuple[str, str], dict[str, list[float]]
 ]  # (row, what was timed) -> side -> a median for each round
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft profile sides``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--side", type=side, action="append", required=True, metavar="NAME:VARIABLE=VALUE,..."
+    )
+    parser.add_argument("--rounds", type=whole_from(1), default=5, help="runs of each side (5)")
+    parser.add_argument("--python", default=sys.executable, help="the one that runs Weft (this one)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of weft bench, after --")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all rounds, print the comparison, write the JSON. Returns 0."""
+    sides: list[Side] = args.side
+    names = [name for name, _ in sides]
+    if len(set(names)) < len(sides) or len(sides) < 2:
+        raise invalid("side", ", ".join(names), "two or more, with different names")
+    measured: dict[str, list[Row]] = {name: [] for name in names}
+    for turn in range(args.rounds):
+        first = turn % len(sides)
+        for of in sides[first:] + sides[:first]:
+            measured[of[0]] += measure(of, args.arguments, args.python)["rows"]
+            print(f"round {turn + 1} of {args.rounds}: {of[0]}", file=sys.stderr)
+    rows = compare(sort(measured), sides)
+    if not any(len(row["us"]) == len(sides) for row in rows):
+        raise Error("the sides have no row in common: do they take the same arguments?")
+    show(rows, sides)
+    if args.json:
+        document = Report("sides").to_json() | {"sides": names, "rows": rows}
+        write_file(Path(args.json), json.dumps(document, indent=1) + "\n")
+    return 0
 
 
 def side(text: str) -> Side:
@@ -91,7 +129,8 @@ def measure(of: Side, arguments: list[str], python: str) -> dict[str, Any]:
         command = [python, "-m", "weft", "bench", *arguments, "--json", str(path)]
         ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
         if ran.returncode != 0 or not path.exists():
-            sys.exit(f"side {name}: {' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
+            ended = f"{' '.join(command)} ended with {ran.returncode}"
+            raise Error(f"side {name}: {ended}:\n{ran.stderr[-3000:]}", "system")
         report: dict[str, Any] = json.loads(path.read_text())
     return report
 
@@ -126,48 +165,3 @@ def show(rows: list[dict[str, Any]], sides: list[Side]) -> None:
                 print(
                     f"{name} / {sides[0][0]}, {time}, {len(ratios)} rows: median {middle:.3f}, worst {max(ratios):.3f}"
                 )
-
-
-def command() -> str:
-    """Return what was typed, without the folder that this checkout lies in."""
-    words = shlex.join(["tools/bench_sides.py", *sys.argv[1:]])
-    return words.replace(f"{Path(__file__).resolve().parents[1]}/", "")
-
-
-def main() -> None:
-    """Run all rounds, print the comparison, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--side", type=side, action="append", required=True, metavar="NAME:VARIABLE=VALUE,..."
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side (5)")
-    parser.add_argument("--python", default=sys.executable, help="the one that runs Weft (this one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
-    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of weft bench, after --")
-    given = parser.parse_args()
-    sides: list[Side] = given.side
-    if len({name for name, _ in sides}) < len(sides) or len(sides) < 2:
-        parser.error("--side: give two or more, with different names")
-    measured: dict[str, list[Row]] = {name: [] for name, _ in sides}
-    reports: dict[str, Any] = {}
-    for turn in range(given.rounds):
-        first = turn % len(sides)
-        for of in sides[first:] + sides[:first]:
-            reports[of[0]] = measure(of, given.arguments, given.python)
-            measured[of[0]] += reports[of[0]]["rows"]
-            print(f"round {turn + 1} of {given.rounds}: {of[0]}", file=sys.stderr)
-    rows = compare(sort(measured), sides)
-    if not any(len(row["us"]) == len(sides) for row in rows):
-        sys.exit("the sides have no row in common: do they take the same arguments?")
-    show(rows, sides)
-    if given.json:
-        of_first = reports[sides[0][0]]
-        record = {name: of_first[name] for name in ("date", "machine", "versions")}
-        record |= {"command": command(), "sides": [name for name, _ in sides], "rows": rows}
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

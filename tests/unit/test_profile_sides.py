@@ -1,24 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/bench_sides.py finds the same row in the reports of two commits, whatever else their rows say."""
+"""``weft profile sides`` finds the same row in the reports of two commits, whatever else their rows say."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "bench_sides.py"
-    spec = importlib.util.spec_from_file_location("bench_sides", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from weft.profile import sides
 
 
 def rows(factor: float, **more: Any) -> list[dict[str, Any]]:
@@ -30,19 +17,19 @@ def rows(factor: float, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_rows_of_two_commits_meet(tool: ModuleType) -> None:
+def test_rows_of_two_commits_meet() -> None:
     before = rows(1.0, algorithm="ring") + rows(3.0, algorithm="ring")
     now = rows(2.0, algorithm="exchange", ranks_per_node=0, provider="") * 2
-    samples = tool.sort({"before": before, "now": now})
+    samples = sides.sort({"before": before, "now": now})
     assert samples["all_gather bytes=3000", "us"] == {"before": [3000, 9000], "now": [6000, 6000]}
     assert len(samples) == 4
-    found = tool.compare(samples, [("before", {}), ("now", {})])
+    found = sides.compare(samples, [("before", {}), ("now", {})])
     assert [row["ratio"]["now"] for row in found] == [1.0] * 4
     assert [row["noise"] for row in found] == [3.0] * 4
 
 
-def test_rows_that_only_the_algorithm_tells_apart_stay_apart(tool: ModuleType) -> None:
+def test_rows_that_only_the_algorithm_tells_apart_stay_apart() -> None:
     both = rows(1.0, algorithm="ring") + rows(2.0, algorithm="tree")
-    samples = tool.sort({"one": both, "other": both})
+    samples = sides.sort({"one": both, "other": both})
     assert samples["all_reduce bytes=1024 tree", "us"] == {"one": [2048], "other": [2048]}
     assert len(samples) == 8

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Host time of calls of compat/nccl: the calling thread's processor time without that in kernels, on CPU ranks that
-// are processes. Prints the median of rank 0 for each call, in microseconds, as a table.
-//   cmake --build BUILD --target nccl_host_time && BUILD/nccl_host_time [RANKS] [ELEMENTS] [CALLS]
+// Host time of calls of libnccl: the calling thread's processor time without that in kernels, on CPU ranks that are
+// processes. Prints the median of rank 0 for each call, in microseconds, as a table. nccl.py compiles and runs it:
+//   nccl_calls RANKS ELEMENTS CALLS
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -14,8 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "compat/nccl/nccl.h"
-#include "jit/host_launch.h"
+#include "nccl.h"
 
 namespace {
 
@@ -40,11 +39,11 @@ double median_us(const std::function<void()>& call) {
   for (int i = 0; i < kWarmUp; ++i) call();
   std::vector<double> times;
   for (int i = 0; i < calls; ++i) {
-    const uint64_t kernel_ns = weft::host_kernel_ns();
+    const uint64_t kernel_ns = weftNcclKernelNs();
     const double began_us = thread_us();
     call();
     const double took_us = thread_us() - began_us;
-    times.push_back(took_us - static_cast<double>(weft::host_kernel_ns() - kernel_ns) * 1e-3);
+    times.push_back(took_us - static_cast<double>(weftNcclKernelNs() - kernel_ns) * 1e-3);
   }
   std::nth_element(times.begin(), times.begin() + calls / 2, times.end());
   return times[calls / 2];
@@ -111,8 +110,6 @@ int main(int argc, char** argv) {
   if (argc > 1) ranks = std::atoi(argv[1]);
   if (argc > 2) elems = static_cast<size_t>(std::atoll(argv[2]));
   if (argc > 3) calls = std::atoi(argv[3]);
-  setenv("WEFT_NCCL_DEVICE", "cpu", 1);
-  setenv("WEFT_NCCL_LIBRARY", "none", 1);
   std::printf("%d ranks, float32[%zu], median of %d calls, host time without kernels in us\n", ranks, elems,
               calls);
   std::fflush(stdout);

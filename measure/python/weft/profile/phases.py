@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""When each phase of the low-latency kernels begins and ends, cold and in a row, on the GPUs of this machine.
+"""``weft profile phases``: when each phase of the low-latency kernels begins and ends, on the GPUs of this machine.
 
-    tools/low_latency_phases.py --tokens 128 --dtype fp8 [--kernels LABEL=DIR]... [--json FILE]
+    weft profile phases --tokens 128 --dtype fp8 [--kernels LABEL=DIR]... [--json FILE]
 
---kernels compares sources of kernels. DIR holds kernels/ and transports/ as they are installed (weft/device). Without
+--kernels compares sources of kernels. DIR holds them as they are installed (weft/device). Without
 it the installed ones are taken. Each is checked against the oracle. Then processes of its own time it in three ways:
 
 * events around graphs;
@@ -30,15 +29,56 @@ from typing import Any
 
 import torch
 
-import weft
 from weft import _core
-from weft.bench.moe import kernel_time, low_latency, peers
+from weft.bench.moe import kernel_time, low_latency
 from weft.bench.moe.setting import Bench, Inputs, Options
+from weft.errors import invalid
+from weft.profile.low_latency_runs import add_shape_arguments, make_samples, options_of
 from weft.runtime import nvrtc
+from weft.runtime.files import write_file
+from weft.runtime.tables import output_file, whole_from
 from weft.testing.ranks import Rank, run_job
 
 CALL = "low_latency"  # the span of a block from start to end
 ROUNDS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft profile phases``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tokens", type=whole_from(1), default=128)
+    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="fp8")
+    add_shape_arguments(parser)
+    parser.add_argument(
+        "--sample", type=int, default=6, help="one of so many blocks notes phases; 0: none, events alone"
+    )
+    parser.add_argument("--kernels", action="append", default=[], metavar="LABEL=DIR")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print each set of sources. Returns 0."""
+    ranks = args.ranks or torch.cuda.device_count()
+    if not 2 <= ranks <= torch.cuda.device_count():
+        raise invalid("ranks", ranks, f"2 or more GPUs; torch sees {torch.cuda.device_count()}")
+    options = options_of(args, args.tokens, args.dtype, "cuda")
+    tools = nvrtc.find()
+    sources = dict(given.split("=", 1) for given in args.kernels) or {"installed": str(tools.device_dir)}
+    found = {}
+    for label, folder in sources.items():
+        with tempfile.TemporaryDirectory() as into:
+            device = _sampled(Path(folder), args.sample, Path(into)) if args.sample else Path(folder)
+            _core.set_toolchain(
+                nvrtc=str(tools.nvrtc or ""),
+                include_dirs=[str(place) for place in tools.include_dirs],
+                device_dir=str(device),
+            )
+            found[label] = run_job(measure, options, args.sample, num_ranks=lambda: ranks, deadline_s=300.0)
+        print(label, json.dumps(found[label], indent=1), flush=True)
+    if args.json:
+        write_file(Path(args.json), json.dumps(found, indent=1) + "\n")
+    return 0
 
 
 def measure(rank: Rank, options: Options, sample: int) -> dict[str, Any]:
@@ -53,23 +93,17 @@ def measure(rank: Rank, options: Options, sample: int) -> dict[str, Any]:
     return found
 
 
-def _samples(bench: Bench, inputs: Inputs) -> low_latency.Samples:
-    o = bench.options
-    buffer = low_latency.make_buffer(bench, weft.Buffer)
-    calls = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
-    low_latency.check_calls(bench, inputs, calls)
-    return low_latency.Samples(bench, inputs, {"weft": calls}, inputs.traffic(o.experts), 1)
-
-
 def _times(bench: Bench, inputs: Inputs) -> dict[str, float]:
-    samples = _samples(bench, inputs)
+    samples = make_samples(bench, inputs)
     replays = dict(zip(("dispatch", "combine"), samples.replays["weft"], strict=True))
+    trips = samples.round_trips
+    assert trips is not None  # captured: these are GPUs
 
     def take(index: int) -> None:
         samples.topk_idx.copy_(inputs.routes[index % len(inputs.routes)][bench.me.rank])
         for name, replay in replays.items():
             bench.sample(name, replay)
-        bench.sample("pair of ten", samples.round_trips)
+        bench.sample("pair of ten", trips)
 
     bench.run(take)
     us = {name: statistics.median(of) for name, of in bench.samples_us().items()}
@@ -81,10 +115,11 @@ def _times(bench: Bench, inputs: Inputs) -> dict[str, float]:
 def _phases(bench: Bench, inputs: Inputs) -> dict[str, dict[str, list[float]]]:
     os.environ["WEFT_TRACE_SPANS"] = "100000"
     _core.config_reload()
-    samples = _samples(bench, inputs)
+    samples = make_samples(bench, inputs)
     buffer = samples.calls["weft"].buffer
     found: dict[str, list[Any]] = defaultdict(list)
     replays = dict(zip(("dispatch", "combine"), samples.replays["weft"], strict=True))
+    assert samples.round_trips is not None
     for _ in range(ROUNDS):
         for name, replay in replays.items():
             found[f"{name} cold"].append(kernel_time.spans_of(bench, buffer, replay))
@@ -131,58 +166,3 @@ def _sampled(device_dir: Path, sample: int, into: Path) -> Path:
     chosen = f"Block{{}}.index() % {sample} == 0 || {is_last}"
     trace.write_text(text.replace(before, f"log_ = notes && ({chosen}) ? log : nullptr;"))
     return copy
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="fp8")
-    parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs")
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument(
-        "--sample", type=int, default=6, help="one of so many blocks notes phases; 0: none, events alone"
-    )
-    parser.add_argument("--kernels", action="append", default=[], metavar="LABEL=DIR")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    ranks = args.ranks or torch.cuda.device_count()
-    if ranks < 2:
-        parser.error(f"--ranks: got {ranks}, allowed: 2 or more GPUs")
-    options = Options(
-        "ll",
-        args.tokens,
-        args.hidden,
-        8,
-        args.experts,
-        args.dtype,
-        "uniform",
-        "auto",
-        "cuda",
-        args.iterations,
-        3,
-        0,
-        False,
-    )
-    tools = nvrtc.find()
-    sources = dict(given.split("=", 1) for given in args.kernels) or {"installed": str(tools.device_dir)}
-    found = {}
-    for label, folder in sources.items():
-        with tempfile.TemporaryDirectory() as into:
-            device = _sampled(Path(folder), args.sample, Path(into)) if args.sample else Path(folder)
-            _core.set_toolchain(
-                nvrtc=str(tools.nvrtc or ""),
-                include_dirs=[str(place) for place in tools.include_dirs],
-                device_dir=str(device),
-            )
-            found[label] = run_job(measure, options, args.sample, num_ranks=lambda: ranks, deadline_s=300.0)
-        print(label, json.dumps(found[label], indent=1), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

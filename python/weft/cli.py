@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[str, str]] = {
 }
 # What a build without measure/ (WEFT_MEASURE=OFF) has not.
 _HOUSE = ("bench", "chaos", "profile", "testing")
-_WHY_ABSENT = "is no part of this build, which was made with WEFT_MEASURE=OFF"
+_WHY_ABSENT = "is no part of this build (WEFT_MEASURE=OFF; in a checkout: run tools/dev-build)"
 
 
 def add_commands(
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package, _, rest = (error.name or "weft").partition(".")
         if package != "weft":
             print(f"weft: {NotInstalled('this command', package)}", file=sys.stderr)
-        elif rest.partition(".")[0] in _HOUSE:
+        elif rest in _HOUSE:
             print(f"weft: {error.name}, which this command needs, {_WHY_ABSENT}", file=sys.stderr)
         else:
             raise

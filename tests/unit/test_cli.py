@@ -36,8 +36,8 @@ def test_a_build_without_the_house_says_what_is_missing(command: str, missing: s
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
-        f"weft: weft.{missing}, which this command needs, is no part of this build, which was made with "
-        "WEFT_MEASURE=OFF\n"
+        f"weft: weft.{missing}, which this command needs, is no part of this build (WEFT_MEASURE=OFF; in a "
+        "checkout: run tools/dev-build)\n"
     )
 
 

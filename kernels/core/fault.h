@@ -48,10 +48,10 @@ enum class Site : uint32_t {
   kLoop,            // a kernel that is no part of the library: a benchmark's, a test's
   kExpertCapacity,  // a dispatch into bounded outputs: local expert `peer` received more rows than these hold
   kPackedCapacity,  // ... packed: all experts together did
-  kDispatchSlot,    // dispatch over nodes: the peer, a hub, has not read what was sent to it before
-  kDispatchForward,  // ... the messages of a peer that this rank hands on
+  kDispatchSlot,    // dispatch over nodes: a rail peer has not read what was sent to it before
+  kDispatchForward,  // ... the messages of a peer that this rank forwards
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
-  kCombineSum,       // ... the sums of another node, from its hub
+  kCombineSum,       // ... the sums of another node, from its rail peer
   kQueueRoom,        // a NIC's queue: no room until entry `expected` is done; `seen` are
   kQueueOrder,       // ... entries before `expected` have not been published; `seen` are
   kQueueFlush,       // ... entry `expected` is not done; `seen` are

@@ -28,7 +28,7 @@ import weft
 from weft.bench.report import Report
 from weft.errors import Error
 from weft.runtime.files import write_file
-from weft.runtime.tables import output_file, whole_from
+from weft.runtime.tables import integer_from, output_file
 from weft.testing.ranks import Rank, run_ranks
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 64
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--ranks", type=whole_from(1), default=2)
+    parser.add_argument("--ranks", type=integer_from(1), default=2)
     parser.add_argument("--transport", default="auto", metavar="LIST", help="as WEFT_TRANSPORT; several: a+b")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

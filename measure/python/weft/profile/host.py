@@ -48,7 +48,7 @@ from weft.errors import invalid
 from weft.runtime import allocation, plain
 from weft.runtime.files import write_file
 from weft.runtime.progress import progress
-from weft.runtime.tables import output_file, whole_from
+from weft.runtime.tables import integer_from, output_file
 from weft.testing.ranks import Rank, run_job
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
@@ -147,15 +147,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calls", default="", help="comma-separated; default: all")
-    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: torchrun's, all GPUs, or 2")
+    parser.add_argument(
+        "--ranks", type=integer_from(1), default=0, help="default: torchrun's, all GPUs, or 2"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--tokens", type=whole_from(1), default=0, help="of a rank, in all calls (default 128 and 4096)"
+        "--tokens", type=integer_from(1), default=0, help="of a rank, in all calls (default 128 and 4096)"
     )
-    parser.add_argument("--hidden", type=whole_from(1), default=HIDDEN)
-    parser.add_argument("--experts", type=whole_from(1), default=EXPERTS)
-    parser.add_argument("--batches", type=whole_from(1), default=15, help=f"of {BATCH} calls each")
-    parser.add_argument("--functions", type=whole_from(0), default=14, help="lines of a profile")
+    parser.add_argument("--hidden", type=integer_from(1), default=HIDDEN)
+    parser.add_argument("--experts", type=integer_from(1), default=EXPERTS)
+    parser.add_argument("--batches", type=integer_from(1), default=15, help=f"of {BATCH} calls each")
+    parser.add_argument("--functions", type=integer_from(0), default=14, help="lines of a profile")
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="for times and counts, in the form of the benchmarks"
     )

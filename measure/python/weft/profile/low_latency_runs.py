@@ -8,16 +8,16 @@ import argparse
 import weft
 from weft.bench.moe import low_latency, peers
 from weft.bench.moe.setting import Bench, Inputs, Options
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the calls, the ranks and how often each is timed."""
-    parser.add_argument("--hidden", type=whole_from(1), default=7168)
-    parser.add_argument("--top-k", type=whole_from(1), default=8)
-    parser.add_argument("--experts", type=whole_from(1), default=256)
-    parser.add_argument("--ranks", type=whole_from(2), default=0, help="default: all GPUs, or 2 on the CPU")
-    parser.add_argument("--iterations", type=whole_from(1), default=40)
+    parser.add_argument("--hidden", type=integer_from(1), default=7168)
+    parser.add_argument("--top-k", type=integer_from(1), default=8)
+    parser.add_argument("--experts", type=integer_from(1), default=256)
+    parser.add_argument("--ranks", type=integer_from(2), default=0, help="default: all GPUs, or 2 on the CPU")
+    parser.add_argument("--iterations", type=integer_from(1), default=40)
 
 
 def options_of(args: argparse.Namespace, tokens: int, dtype: str, device: str) -> Options:

@@ -18,7 +18,7 @@ from pathlib import Path
 from weft import nccl_path
 from weft.errors import Error
 from weft.runtime.endings import OwnedFolder
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 
 _DEADLINE_S = 600.0
 
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``weft profile nccl``."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", type=whole_from(1), default=2)
+    parser.add_argument("--ranks", type=integer_from(1), default=2)
     parser.add_argument(
-        "--elements", type=whole_from(1), default=256, help="float32, of a rank (default 256)"
+        "--elements", type=integer_from(1), default=256, help="float32, of a rank (default 256)"
     )
-    parser.add_argument("--calls", type=whole_from(1), default=2000, help="of each (default 2000)")
+    parser.add_argument("--calls", type=integer_from(1), default=2000, help="of each (default 2000)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from weft.errors import invalid
 from weft.profile.low_latency_runs import add_shape_arguments, make_samples, options_of
 from weft.runtime import nvrtc
 from weft.runtime.files import write_file
-from weft.runtime.tables import output_file, whole_from
+from weft.runtime.tables import integer_from, output_file
 from weft.testing.ranks import Rank, run_job
 
 CALL = "low_latency"  # the span of a block from start to end
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``weft profile phases``."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tokens", type=whole_from(1), default=128)
+    parser.add_argument("--tokens", type=integer_from(1), default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="fp8")
     add_shape_arguments(parser)
     parser.add_argument(

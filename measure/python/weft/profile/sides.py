@@ -32,7 +32,7 @@ from typing import Any
 from weft.bench.report import Report
 from weft.errors import Error, invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import output_file, whole_from
+from weft.runtime.tables import integer_from, output_file
 
 _TIMES = ("us", "enqueue_us", "eager_us")
 _NO_KEYS = {"us_min", "us_max", "floor_us", "checked", "baselines", *_TIMES}
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--side", type=side, action="append", required=True, metavar="NAME:VARIABLE=VALUE,..."
     )
-    parser.add_argument("--rounds", type=whole_from(1), default=5, help="runs of each side (5)")
+    parser.add_argument("--rounds", type=integer_from(1), default=5, help="runs of each side (5)")
     parser.add_argument("--python", default=sys.executable, help="the one that runs Weft (this one)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was measured to FILE")
     parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of weft bench, after --")

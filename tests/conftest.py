@@ -28,6 +28,7 @@ if not (Path(torch.__file__).parent / "__pycache__").is_dir():
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "pycache"))
 
 
+HOUSE = ("bench", "chaos", "profile", "testing")  # packages of weft that stand in measure/
 programs_cpu_s: Counter[str] = Counter()  # of programs that the zygote has forked, by the file of their tests
 
 
@@ -90,6 +91,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         for file, seconds in total.most_common(terminalreporter.config.option.cpu):
             terminalreporter.line(f"{seconds:8.1f} {programs_cpu_s[file]:8.1f} {file}")
+
+
+class Module(pytest.Module):
+    """A file of tests; it is skipped where it needs measure/ and the build is without it (WEFT_MEASURE=OFF)."""
+
+    def _getobj(self) -> object:
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            missing = getattr(error.__cause__, "name", None) or ""
+            if missing.removeprefix("weft.").partition(".")[0] not in HOUSE:
+                raise
+            pytest.skip(f"needs {missing}, which this build is without", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return Module.from_parent(parent, path=module_path)
 
 
 def skip_reason(report: pytest.TestReport) -> str:

@@ -5,6 +5,8 @@ Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and retur
 
 * An #include points to the same layer or a lower one (``STANDS_ON``); a transport or provider
   never includes another. Folders of kernels are layers, too, and so is each folder of compat.
+* ``measure`` is a house of its own: its C++ and its Python may use all, and nothing of the library includes it, or
+  imports it when it is read.
 * A Python module imports the same room or a lower one when it is read (``MAY_IMPORT``). What a function imports when it
   runs does not count: commands of a room may use what stands above it.
 * No two headers, and no two Python modules, need each other to be read.
@@ -28,7 +30,8 @@ SOURCES = ("*.h", "*.cc", "*.cuh")
 # Layer -> those that it stands on. It may include them, what they stand on, and so on down: no arrow points up.
 STANDS_ON: dict[str, set[str]] = {
     "include": set(),
-    "src/base": {"include"},
+    "src/plain": set(),  # where a build's additions to the library's lists stand; measure/extra in its place
+    "src/base": {"include", "src/plain"},
     "src/topology": {"src/base"},
     "src/bootstrap": {"src/topology"},
     "src/memory": {"src/bootstrap"},
@@ -40,8 +43,8 @@ STANDS_ON: dict[str, set[str]] = {
     "src/plan": {"src/bootstrap", "kernels/moe", "kernels/collective"},  # pure
     "src/moe": {"src/jit", "src/plan"},
     "src/collective": {"src/jit", "src/plan"},
-    "src/measure": {"src/jit", "src/plan"},
-    "src/bind": {"src/moe", "src/collective", "src/measure"},
+    "src/bind": {"src/moe", "src/collective"},
+    "measure": {"src/bind"},  # may use all
     "kernels/target": set(),
     "kernels/core": {"kernels/target"},
     "kernels/moe": {"kernels/core"},
@@ -54,7 +57,7 @@ STANDS_ON: dict[str, set[str]] = {
 # kernels write, which is opened as the provider for it does. A transport's device part is a type that kernels are
 # compiled with, so all above may include that.
 WAYS = ("src/providers", "src/transports")
-OPEN_ONE_WAY = {"src/transports", "src/measure", "src/bind", "compat/nccl_rma"}
+OPEN_ONE_WAY = {"src/transports", "src/bind", "measure", "compat/nccl_rma"}
 DEVICE_PART = {"channel.cuh", "wire.h"}
 
 # Room of python/weft -> the rooms that it may import when it is read. Below all: ``_core`` and ``errors``.
@@ -66,11 +69,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"runtime"},
     "collectives": {"runtime"},
     "ops": {"runtime"},
-    "testing": LIBRARY,
-    "bench": LIBRARY | {"testing"},
-    "chaos": LIBRARY | {"testing"},
-    "demo": LIBRARY | {"testing", "bench"},
+    "demo": LIBRARY,
 }
+# The C++ of the house.
+HOUSE = ("measure/extra", "measure/jitter", "measure/kernels", "measure/loops")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 TEXT = re.compile(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"', re.DOTALL)
@@ -90,9 +92,7 @@ RULES: list[tuple[str, re.Pattern[str], str]] = [
 PYTHON_ENVIRONMENT = re.compile(r"\bos\.(?:environ|getenv)\b")
 PYTHON_ENVIRONMENT_ALLOWED = (
     "python/weft/runtime/bootstrap",
-    "python/weft/bench/",
-    "python/weft/testing/",
-    "python/weft/chaos/",
+    "measure/python/",
     "python/weft/cli.py",  # a shell that asks for completion says so there
 )
 
@@ -100,7 +100,7 @@ PYTHON_ENVIRONMENT_ALLOWED = (
 def layer_of(path: str) -> str | None:
     """Return the layer that a path relative to the root belongs to, or None outside the library."""
     parts = path.split("/")
-    if parts[0] == "include":
+    if parts[0] in ("include", "measure"):
         return parts[0]
     return "/".join(parts[:2]) if parts[0] in ("src", "kernels", "compat") and len(parts) > 2 else None
 
@@ -118,7 +118,7 @@ def below(layer: str) -> set[str]:
 
 def resolve(root: Path, includer: str, name: str) -> str | None:
     """Return the path, relative to the root, of an included file of the library; None for anything else."""
-    for folder in (str(Path(includer).parent), "src", ".", "include", "kernels"):
+    for folder in (str(Path(includer).parent), "src", ".", "include", "kernels", "src/plain"):
         if (root / folder / name).is_file():
             return (root / folder / name).resolve().relative_to(root.resolve()).as_posix()
     return None
@@ -141,7 +141,7 @@ def check_include(includer: str, included: str) -> str | None:
 
 def named_meshes(root: Path, path: str, code: str) -> list[str]:
     """Return the transports whose mesh ``code`` names without being theirs, or the list."""
-    if path == "src/transports/list.h":
+    if path == "src/transports/list.h" or path.startswith("measure/"):
         return []
     folders = [entry.name for entry in sorted((root / "src/transports").glob("*")) if entry.is_dir()]
     others = [name for name in folders if name != "mapped" and not path.startswith(f"src/transports/{name}/")]
@@ -150,7 +150,7 @@ def named_meshes(root: Path, path: str, code: str) -> list[str]:
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of every C++ file of the library."""
-    for top in ("include", "src", "kernels", "compat"):
+    for top in ("include", "src", "kernels", "compat", *HOUSE):
         for pattern in SOURCES:
             for path in sorted((root / top).rglob(pattern)):
                 yield path.relative_to(root).as_posix(), path.read_text()
@@ -158,10 +158,22 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
 
 def module_file(root: Path, name: str) -> str | None:
     """Return the file of a module of weft, relative to the root; None for anything else."""
-    place = root / "python" / name.replace(".", "/")
-    files = (place.with_suffix(".py"), place / "__init__.py")
-    file = next((file for file in files if name.startswith("weft.") and file.is_file()), None)
-    return file.relative_to(root).as_posix() if file else None
+    if not name.startswith("weft."):
+        return None
+    # The house's come first: a build in place has links to them among the library's.
+    places = [root / top / name.replace(".", "/") for top in ("measure/python", "python")]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    return next((file.relative_to(root).as_posix() for file in files if file.is_file()), None)
+
+
+def modules(root: Path) -> Iterator[Path]:
+    """Yield every Python module of the library and of the house; links are those of a build in place."""
+    for top in ("measure/python/weft", "python/weft"):
+        for path in sorted((root / top).iterdir()) if (root / top).is_dir() else ():
+            if path.suffix == ".py":
+                yield path
+            elif path.is_dir() and not path.is_symlink():
+                yield from sorted(path.rglob("*.py"))
 
 
 def imported(root: Path, path: Path) -> set[str]:
@@ -179,19 +191,17 @@ def imported(root: Path, path: Path) -> set[str]:
 
 def room_of(module: str) -> str:
     """Return the room of a Python module: its folder below python/weft, or its name where it stands there itself."""
-    return module.split("/")[2].removesuffix(".py")
+    return "measure" if module.startswith("measure/") else module.split("/")[2].removesuffix(".py")
 
 
 def check_import(importer: str, module: str) -> str | None:
     """Return why ``importer`` may not import ``module``, or None when it may."""
     source, target = room_of(importer), room_of(module)
-    if source == target or target == "errors" or source not in MAY_IMPORT:
+    if source == target or target == "errors":
         return None
-    return (
-        None
-        if target in MAY_IMPORT[source]
-        else f"weft.{source} may not import weft.{target} when it is read"
-    )
+    if target != "measure" and target in MAY_IMPORT.get(source, {target}):
+        return None
+    return f"{source} may not import {target} when it is read"
 
 
 def circles(graph: dict[str, set[str]]) -> list[str]:
@@ -218,7 +228,7 @@ def needs(root: Path) -> dict[str, set[str]]:
     for path, text in sources(root):
         included = (resolve(root, path, name) for name in INCLUDE.findall(COMMENT.sub("", text)))
         found[path] = {other for other in included if other and other != path}
-    for module in sorted((root / "python/weft").rglob("*.py")):
+    for module in modules(root):
         found[module.relative_to(root).as_posix()] = imported(root, module)
     return found
 
@@ -243,7 +253,7 @@ def breaches(root: Path) -> list[str]:
             f"{path}: names the mesh of {name}; allowed in: src/transports/{name}/, src/transports/list.h"
             for name in named_meshes(root, path, code)
         ]
-    for module in sorted((root / "python").rglob("*.py")):
+    for module in modules(root):
         name = module.relative_to(root).as_posix()
         for other in sorted(graph.get(name, ())):
             why = check_import(name, other)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/assets/rooms.svg"
 # A room, or the first part of its name -> color of its box.
 COLORS = {
+    "measure": "#eeeeee",
     "weft": "#dbe9f6",
     "compat": "#dbe9f6",
     "src": "#e4f2e0",
@@ -32,6 +33,8 @@ LETTER = 6  # width of a letter of the small text, at most
 def room_of(path: str) -> str | None:
     """Return the room of a file, by its path from the root; None for a file that is in none."""
     parts = path.split("/")
+    if parts[0] == "measure":
+        return parts[0]
     if parts[0] == "python":
         return f"weft.{check_layers.room_of(path)}" if len(parts) > 3 else None
     return check_layers.layer_of(path)
@@ -44,7 +47,7 @@ def uses(root: Path) -> dict[str, set[str]]:
         room = room_of(path)
         if room:
             found.setdefault(room, set()).update(other for other in map(room_of, others) if other)
-    for path in sorted((root / "python/weft").rglob("*.py")):
+    for path in check_layers.modules(root):
         room = room_of(path.relative_to(root).as_posix())
         if room and "_core" in path.read_text():
             found.setdefault(room, set()).add("src/bind")

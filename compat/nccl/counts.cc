@@ -9,6 +9,7 @@
 #include "base/log.h"
 #include "compat/nccl/answer.h"
 #include "compat/nccl/operation.h"
+#include "jit/host_launch.h"
 
 namespace weft::nccl {
 namespace {
@@ -56,4 +57,8 @@ WEFT_NCCL_API int weftNcclCounts(weftNcclCount_t* rows, int capacity) {
   for (int i = 0; i < kFunctions && i < capacity; ++i)
     rows[i] = {kFunctionNames[i], counts[i].served, counts[i].forwarded};
   return kFunctions;
+}
+
+WEFT_NCCL_API unsigned long long weftNcclKernelNs() {
+  return weft::host_kernel_ns();
 }

@@ -251,6 +251,8 @@ typedef struct {
   uint64_t forwarded;
 } weftNcclCount_t;
 int weftNcclCounts(weftNcclCount_t* rows, int capacity);
+/* Nanoseconds of processor time that this thread has spent in kernels on the CPU since it first asked. */
+unsigned long long weftNcclKernelNs(void);
 
 #ifdef __cplusplus
 }

@@ -45,14 +45,13 @@ enum class Site : uint32_t {
   kPortFull,        // a port: the proxy thread has not taken a command for too long
   kPortFlush,       // ... or not finished reading this rank's memory
   kPortRange,       // a port: a place outside the window (expected: its bytes), or not aligned
-  kChannelLoop,     // the loop of `weft bench channel`
+  kLoop,            // a kernel that is no part of the library: a benchmark's, a test's
   kExpertCapacity,  // a dispatch into bounded outputs: local expert `peer` received more rows than these hold
   kPackedCapacity,  // ... packed: all experts together did
   kDispatchSlot,    // dispatch over nodes: a rail peer has not read what was sent to it before
   kDispatchForward,  // ... the messages of a peer that this rank forwards
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
   kCombineSum,       // ... the sums of another node, from its rail peer
-  kExchangeFloor,    // the exchange of `weft bench floor`
   kQueueRoom,        // a NIC's queue: no room until entry `expected` is done; `seen` are
   kQueueOrder,       // ... entries before `expected` have not been published; `seen` are
   kQueueFlush,       // ... entry `expected` is not done; `seen` are

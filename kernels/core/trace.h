@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A TraceLog is where kernels note when they did what. Host and device share this header; Python reads the
-// same layout (python/weft/bench/moe/trace.py).
+// same layout (measure/python/weft/bench/moe/trace.py).
 #pragma once
 
 #include "kernels/core/fault.h"

@@ -3,8 +3,8 @@
 """The ``weft`` command.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``; only the chosen one is
-imported, so ``weft info`` needs no torch. A command whose module is not installed is not offered.
-To add one, write the module and its line in ``COMMANDS`` (or, for a benchmark, in ``weft.bench.BENCHMARKS``).
+imported, so ``weft info`` needs no torch. A module of ``GROUPS`` has ``COMMANDS`` of its own.
+To add one, write the module and its line in ``COMMANDS``, here or there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import weft
-from weft.bench import BENCHMARKS
 from weft.errors import Error, NotInstalled
 from weft.runtime.endings import Ended, ended_by_signals
 from weft.runtime.logs import printable
@@ -59,25 +57,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-
-def is_installed(module: str) -> bool:
-    """Return whether ``module`` (below ``weft``) is part of this installation, without importing it."""
-    path = Path(weft.__file__).parent.joinpath(*module.split(".")[1:])
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+GROUPS: dict[str, tuple[str, str]] = {
+    "bench": ("weft.bench", "measure one part of Weft beside its peers"),
+    "profile": ("weft.profile", "where the time of a call goes: on the host, at first use, in a kernel"),
+}
+# What a build without measure/ (WEFT_MEASURE=OFF) has not.
+_HOUSE = ("bench", "chaos", "profile", "testing")
+_WHY_ABSENT = "is no part of this build (WEFT_MEASURE=OFF; in a checkout: run tools/dev-build)"
 
 
 def add_commands(
     parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]
 ) -> Any:
-    """Offer every installed command; import and fill in only the one that ``argv`` starts with.
+    """Offer every command; import and fill in only the one that ``argv`` starts with.
 
     Without a command, the parser's help is what runs. Returns: what takes further commands.
     """
     parser.set_defaults(refuse=parser.error, run=lambda args: parser.print_help())
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name, (module, help_line) in commands.items():
-        if not is_installed(module):
-            continue
         sub = subparsers.add_parser(name, help=help_line, description=help_line)
         if argv[:1] == [name]:
             command = importlib.import_module(module)
@@ -91,10 +89,10 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft", description=weft.__doc__)
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
     subparsers = add_commands(parser, COMMANDS, argv)
-    purpose = "measure one part of Weft beside its peers"
-    bench = subparsers.add_parser("bench", help=purpose, description=purpose)
-    if argv[:1] == ["bench"]:
-        add_commands(bench, BENCHMARKS, argv[1:])
+    for name, (module, purpose) in GROUPS.items():
+        group = subparsers.add_parser(name, help=purpose, description=purpose)
+        if argv[:1] == [name]:
+            add_commands(group, importlib.import_module(module).COMMANDS, argv[1:])
     return parser
 
 
@@ -131,10 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: {printable(error.one_line())}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        package = (error.name or "weft").partition(".")[0]
-        if package == "weft":
+        package, _, rest = (error.name or "weft").partition(".")
+        if package != "weft":
+            print(f"weft: {NotInstalled('this command', package)}", file=sys.stderr)
+        elif rest in _HOUSE:
+            print(f"weft: {error.name}, which this command needs, {_WHY_ABSENT}", file=sys.stderr)
+        else:
             raise
-        print(f"weft: {NotInstalled('this command', package)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(

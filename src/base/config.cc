@@ -189,6 +189,7 @@ Loaded load() {
 #define WEFT_OPTION(name, type, initial, help, ...) \
   loaded.rows.push_back(read_option({#name, Rule(__VA_ARGS__)}, help, loaded.config.name, loaded.refused));
   WEFT_OPTIONS(WEFT_OPTION)
+  WEFT_EXTRA_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
   refuse_unknown(loaded.rows, loaded.refused);
   for (OptionRow& row : loaded.rows) {
@@ -214,6 +215,7 @@ bool give(Loaded& to, OptionRow& row, const std::string& given, std::string_view
     row.value = text("{}", to.config.name);                                            \
   }
   WEFT_OPTIONS(WEFT_OPTION)
+  WEFT_EXTRA_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
   if (is_taken) row.source = text("environment ({})", from);
   return is_taken;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "extra/settings.h"
 
 namespace weft {
 
@@ -52,7 +53,8 @@ inline Rule one_of(auto... words) {
   return rule;
 }
 
-// WEFT_OPTION(name, type, default, help[, rule]). Types: int64_t, double, std::string.
+// WEFT_OPTION(name, type, default, help[, rule]). Types: int64_t, double, std::string. A build may add rows:
+// WEFT_EXTRA_OPTIONS.
 // clang-format off: one option a line, so that additions don't touch others
 #define WEFT_OPTIONS(WEFT_OPTION) \
   WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds") \
@@ -108,8 +110,6 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(proxy_writes_in_flight, int64_t, 0, "writes that the proxy transport has under way at most; 0: by NIC family") \
   WEFT_OPTION(ibgda_queues, int64_t, 1, "queues of the ibgda transport to each peer", between(1, 64).on_all_ranks()) \
   WEFT_OPTION(ibgda_depth, int64_t, 1024, "entries of each such queue; a power of two", between(4, 1 << 15)) \
-  WEFT_OPTION(jitter_us, int64_t, 200, "longest wait of a call over the transport jitter:proxy, in us", between(1, 1'000'000)) \
-  WEFT_OPTION(jitter_seed, int64_t, 1, "seed of those waits", between(0, 1 << 30)) \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty takes the system's, or a package's where that is older than 2.0") \
   WEFT_OPTION(nvshmem_home, std::string, "", "folder with include and lib/libnvshmem_device.a of that NVSHMEM, for kernels that reach ports by its device calls; empty looks beside the library") \
   WEFT_OPTION(nvshmem_library, std::string, "", "path of the libnvshmem_host that the transport nvshmem uses; empty takes the one that is loaded, else looks in Python packages, then the system") \
@@ -129,6 +129,7 @@ inline Rule one_of(auto... words) {
 struct Config {
 #define WEFT_OPTION(name, type, initial, help, ...) type name = initial;
   WEFT_OPTIONS(WEFT_OPTION)
+  WEFT_EXTRA_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
 };
 

@@ -83,6 +83,7 @@ void bind_base(nb::module_& module) {
 #define WEFT_OPTION(name, type, initial, help, ...) config_class.def_ro(#name, &Config::name, help);
   nb::class_<Config> config_class(module, "Config");
   WEFT_OPTIONS(WEFT_OPTION)
+  WEFT_EXTRA_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
   module.def("config", &config, nb::rv_policy::reference);
 }

@@ -19,7 +19,6 @@ void bind_high_throughput(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
 void bind_leases(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
-void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_plan(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);

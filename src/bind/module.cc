@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bind/bind.h"
+#include "extra/bind.h"
 
 NB_MODULE(_core, module) {
   // torch keeps process groups, and so what belongs to them, until after the interpreter's end.
@@ -12,7 +13,6 @@ NB_MODULE(_core, module) {
   weft::bind_collective(module);
   weft::bind_jit(module);
   weft::bind_leases(module);
-  weft::bind_measure(module);
   weft::bind_moe(module);
   weft::bind_low_latency(module);
   weft::bind_elastic(module);
@@ -23,4 +23,5 @@ NB_MODULE(_core, module) {
   weft::bind_tensor_maker(module);
   weft::bind_tensors(module);
   weft::bind_transfer(module);
+  weft::bind_extra(module);
 }

@@ -14,7 +14,6 @@
 #include "bind/bind.h"
 #include "jit/copy_pages.h"
 #include "kernels/core/copy_pages.cuh"
-#include "measure/transfer_loop.h"
 #include "providers/cuda/cuda.h"
 #include "providers/fabric/library.h"
 #include "providers/loopback/loopback.h"
@@ -120,17 +119,6 @@ nb::dict nic_dict(const Nic& nic) {
   out["tx_depth"] = nic.caps.tx_depth;
   out["unusable_because"] = nic.unusable_because;
   return out;
-}
-
-Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-             uint32_t repeats, int64_t rail = -1) {
-  Load load{LoadKind::kWrite, bytes, count, window, pool, repeats};
-  if (rail >= 0) load.rail = static_cast<uint32_t>(rail);
-  if (kind == "read") load.kind = LoadKind::kRead;
-  if (kind == "paged_write") load.kind = LoadKind::kPaged;
-  if (kind == "scatter") load.kind = LoadKind::kScatter;
-  if (kind == "write_imm_latency") load.kind = LoadKind::kLatency;
-  return load;
 }
 
 void bind_handles(nb::module_& module) {
@@ -438,60 +426,6 @@ void bind_watcher(nb::module_& module) {
       .def("close", [](Watcher& watcher) { released([&] { return watcher.close(), 0; }); });
 }
 
-void bind_loops(nb::module_& module) {
-  module.def("transfer_measure",
-             [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
-                const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-                uint32_t repeats, int64_t rail, double timeout_s) {
-               check(e.check_owner());
-               const Load load = to_load(kind, bytes, count, window, pool, repeats, rail);
-               return value_or_throw(
-                   released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
-             });
-  nb::class_<Answered>(module, "TransferAnswered").def(nb::init<>());
-  module.def("transfer_serve", [](Engine& e, const std::shared_ptr<Peer>& peer,
-                                  const std::shared_ptr<Memory>& memory,
-                                  const std::shared_ptr<Remote>& remote, Answered& answered,
-                                  double timeout_s) {
-    check(e.check_owner());
-    check(released([&] { return serve(e, peer, memory, remote, answered, Deadline::after_s(timeout_s)); }));
-  });
-  module.def("transfer_stop_serving", [](Engine& e, const std::shared_ptr<Peer>& peer, double timeout_s) {
-    check(e.check_owner());
-    check(released([&] { return stop_serving(e, peer, Deadline::after_s(timeout_s)); }));
-  });
-  OwnedClass<RawLoop>(module, "TransferRawLoop")
-      .def_prop_ro("address", [](const RawLoop& raw) { return to_python(raw.address()); })
-      .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
-      .def(
-          "measure",
-          [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window,
-             uint32_t pool, uint32_t repeats, const std::shared_ptr<Peer>& beside, double timeout_s) {
-            const Load load = to_load(kind, bytes, count, window, pool, repeats);
-            return value_or_throw(
-                released([&] { return raw.measure(load, beside, Deadline::after_s(timeout_s)); }));
-          },
-          nb::arg("kind"), nb::arg("bytes"), nb::arg("count"), nb::arg("window"), nb::arg("pool"),
-          nb::arg("repeats"), nb::arg("beside").none(), nb::arg("timeout_s"))
-      .def("serve",
-           [](RawLoop& raw, double timeout_s) {
-             check(released([&] { return raw.serve(Deadline::after_s(timeout_s)); }));
-           })
-      .def("stop_serving", [](RawLoop& raw, double timeout_s) {
-        check(released([&] { return raw.stop_serving(Deadline::after_s(timeout_s)); }));
-      });
-  module.def("transfer_raw_loop",
-             [](Provider& provider, const std::string& nic_name, uint64_t address, uint64_t bytes) {
-               check(provider.check_owner());
-               return owned_or_throw(released([&]() -> Result<std::unique_ptr<RawLoop>> {
-                 for (const Nic& nic : provider.probe())
-                   if (nic.name == nic_name && nic.usable())
-                     return RawLoop::open(provider, nic, reinterpret_cast<void*>(address), bytes);
-                 return Status::invalid("nic: got {}, which {} does not have", nic_name, provider.name());
-               }));
-             });
-}
-
 // Rails of GPUs know no compiler: this is where they get their kernel.
 Status copy_stretches(int device, void* stream, const provider::Stretch* list, uint32_t count,
                       uint64_t longest_bytes) {
@@ -507,7 +441,6 @@ void bind_transfer(nb::module_& module) {
   bind_providers(module);
   bind_engine(module);
   bind_watcher(module);
-  bind_loops(module);
 }
 
 }  // namespace weft

@@ -7,10 +7,7 @@
 #include "jit/kernel_list.h"
 #include "kernels/collective/exchange_args.h"
 #include "kernels/collective/program_args.h"
-#include "kernels/core/channel_loop.cuh"
 #include "kernels/core/copy_pages.cuh"
-#include "kernels/core/exchange_floor.cuh"
-#include "kernels/core/fifo_load.cuh"
 #include "kernels/moe/engram_args.h"
 #include "kernels/moe/high_throughput_args.h"
 #include "kernels/moe/low_latency_args.h"
@@ -24,6 +21,7 @@ namespace weft {
 #define WEFT_ROW(needs, file, function, Args, Shape, threads, typical) \
   HostFunction host_##function(std::string_view mesh_type);
 WEFT_KERNELS(WEFT_ROW)
+WEFT_EXTRA_KERNELS(WEFT_ROW)
 #undef WEFT_ROW
 #define WEFT_HOST_FUNCTION(function, mesh_type) host_##function(mesh_type)
 #else
@@ -40,6 +38,7 @@ std::vector<KernelRow> make_table() {
                     sizeof(MeshT), WEFT_HOST_FUNCTION(function, mesh.name)});                  \
   });
   WEFT_KERNELS(WEFT_ROW)
+  WEFT_EXTRA_KERNELS(WEFT_ROW)
 #undef WEFT_ROW
   return rows;
 }
@@ -54,10 +53,14 @@ std::span<const KernelRow> kernel_table() {
 // A mesh of several parts names them all.
 std::vector<std::string_view> mesh_headers(std::string_view mesh_type) {
   std::vector<std::string_view> headers;
-#define WEFT_TRANSPORT(folder, MeshT)                   \
-  if (mesh_type.find(#MeshT) != std::string_view::npos) \
-    headers.push_back("transports/" #folder "/channel.cuh");
+  const auto add = [&](std::string_view mesh, std::string_view header) {
+    if (mesh_type.find(mesh) != std::string_view::npos) headers.push_back(header);
+  };
+#define WEFT_TRANSPORT(folder, MeshT) add(#MeshT, "transports/" #folder "/channel.cuh");
   WEFT_TRANSPORTS(WEFT_TRANSPORT)
+#undef WEFT_TRANSPORT
+#define WEFT_TRANSPORT(folder, MeshT) add(#MeshT, WEFT_EXTRA_FOLDER #folder "/channel.cuh");
+  WEFT_EXTRA_TRANSPORTS(WEFT_TRANSPORT)
 #undef WEFT_TRANSPORT
   if (mesh_type.starts_with("HybridMesh<")) headers.push_back("kernels/core/hybrid.cuh");
   return headers;

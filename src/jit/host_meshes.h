@@ -39,6 +39,7 @@ void for_each_mesh(Use use) {
     use_mesh<needs>(                                \
         use, MeshKind<HybridMesh<MappedMesh, MeshT>>{"HybridMesh<weft::MappedMesh, weft::" #MeshT ">"});
   WEFT_TRANSPORTS(WEFT_TRANSPORT)
+  WEFT_EXTRA_TRANSPORTS(WEFT_TRANSPORT)
 #undef WEFT_TRANSPORT
 }
 

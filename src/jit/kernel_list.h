@@ -8,8 +8,10 @@
 // Shape: the host's struct of run-time fields. threads: per block on GPUs. typical: sets of compile-time constants that the
 // tests compile it with.
 // CMake reads the first five columns: it writes a file to compile for each row (host_kernel.cc.in), so that a change of
-// one kernel compiles one kernel.
+// one kernel compiles one kernel. A build may add rows: WEFT_EXTRA_KERNELS, of the same columns.
 #pragma once
+
+#include "extra/kernels.h"
 
 // clang-format off: one row a line, so that additions don't touch others
 namespace weft::typical {
@@ -104,9 +106,6 @@ inline constexpr const char* kExchanges =
   WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96, "vec_aligned=1; vec_aligned=0") \
   WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96, "vec_aligned=1; vec_aligned=0") \
   WEFT_ROW(kAny, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "") \
-  WEFT_ROW(kAny, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs, ChannelLoopShape, 32, "") \
-  WEFT_ROW(kMapped, "kernels/core/copy_pages.cuh", copy_pages, CopyPagesArgs, CopyPagesShape, 512, "") \
-  WEFT_ROW(kMapped, "kernels/core/exchange_floor.cuh", exchange_floor_run, ExchangeFloorArgs, ExchangeFloorShape, 512, "way=0; way=1; way=2") \
-  WEFT_ROW(kPorts, "kernels/core/fifo_load.cuh", fifo_load_run, FifoLoadArgs, FifoLoadShape, 128, "")
+  WEFT_ROW(kMapped, "kernels/core/copy_pages.cuh", copy_pages, CopyPagesArgs, CopyPagesShape, 512, "")
 
 // clang-format on

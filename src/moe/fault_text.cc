@@ -90,8 +90,8 @@ const char* operation(Site site) {
       return "ibgda.flush";
     case Site::kQueueRefused:
       return "ibgda";
-    case Site::kChannelLoop:
-      return "channel loop";
+    case Site::kLoop:
+      return "loop";
     case Site::kDispatchSlot:
       return "dispatch.slot";
     case Site::kDispatchForward:
@@ -100,8 +100,6 @@ const char* operation(Site site) {
       return "combine.slot";
     case Site::kCombineSum:
       return "combine.sum";
-    case Site::kExchangeFloor:
-      return "exchange floor";
   }
   return "unknown";
 }

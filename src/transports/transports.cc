@@ -68,7 +68,8 @@ const std::vector<const Transport*>& memory_transports() {
 const std::vector<const Transport*>& transports() {
   static const std::vector<const Transport*> all = [] {
 #define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
-    std::vector<const Transport*> best_first = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
+    std::vector<const Transport*> best_first = {WEFT_TRANSPORTS(WEFT_TRANSPORT)
+                                                    WEFT_EXTRA_TRANSPORTS(WEFT_TRANSPORT)};
 #undef WEFT_TRANSPORT
     // They map peers: after mapped itself, before every port.
     std::ptrdiff_t place = 1;

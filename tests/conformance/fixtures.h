@@ -229,6 +229,7 @@ struct PortsCase {
   }
 };
 
+#ifdef WEFT_MEASURE
 // Random waits, before calls and between a put and its signal.
 struct JitterFixture {
   static constexpr const char* kName = "jitter:proxy";
@@ -245,6 +246,10 @@ struct JitterFixture {
     ReorderingFixture::tear_down();
   }
 };
+#define WEFT_WITH_JITTER(what) what,
+#else  // the build is without measure/
+#define WEFT_WITH_JITTER(what)
+#endif
 
 // Windows of NCCL's and of NVSHMEM's own memory, of libraries that stand in for them on CPUs (tests/support).
 template <const char* const& kVersion>
@@ -348,12 +353,12 @@ struct NvshmemHybridFixture {
 
 using Fixtures =
     ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
-                     NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture, QueueFixture,
-                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture, VerbsFixture>;
-inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
-                                                    JitterFixture::kName,  Nccl228Fixture::kName,
-                                                    NvshmemFixture::kName, QueueFixture::kName};
+                     WEFT_WITH_JITTER(JitterFixture) Nccl228Fixture, Nccl230Fixture, GinFixture,
+                     GinHybridFixture, NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture,
+                     QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture, VerbsFixture>;
+inline constexpr const char* kTestedTransports[] = {
+    WEFT_WITH_JITTER(JitterFixture::kName) MappedFixture::kName, TcpFixture::kName, Nccl228Fixture::kName,
+    NvshmemFixture::kName, QueueFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

@@ -12,7 +12,6 @@
 
 #include "conformance/fixtures.h"
 #include "kernels/core/wait.cuh"
-#include "measure/fifo_load.h"
 #include "support/ranks.h"
 #include "transports/proxy/network.h"
 
@@ -220,20 +219,6 @@ TEST_F(ProxyTest, ANicThatIsGivenMoreThanItTakesFails) {
         }));
       },
       meet_again);
-}
-
-TEST(ProxyFifo, CarriesEveryCommandOfEveryProducerInOrder) {
-  for (const uint64_t capacity : {2u, 8u, 2048u})
-    for (const uint32_t producers : {1u, 4u}) {
-      const auto seconds = measure_fifo(Device{}, producers, 20'000, capacity);
-      ASSERT_TRUE(seconds.ok()) << capacity << " slots: " << seconds.status().message();
-      EXPECT_GT(*seconds, 0);
-    }
-  EXPECT_FALSE(measure_fifo(Device{}, 0, 1, 2).ok());
-  const auto trips = measure_fifo_trips(Device{}, 100, 2);
-  ASSERT_TRUE(trips.ok()) << trips.status().message();
-  ASSERT_EQ(trips->push_to_pop_us.size(), 100u);
-  for (size_t i = 0; i < 100; ++i) EXPECT_LE(trips->push_to_pop_us[i], trips->round_trip_us[i]);
 }
 
 TEST_F(ProxyTest, PlacesOutsideTheWindowAreRefusedByName) {

@@ -102,7 +102,7 @@ def test_inboxes_wrap_and_fill_up() -> None:
 def _latency(rank: Rank) -> dict[str, float]:
     """Medians of one way, as half of a round trip, in microseconds."""
     comm = _comm(rank)
-    loop = _core.ChannelLoop.create(comm.core, 1 << 20)
+    loop = _core.measure.ChannelLoop.create(comm.core, 1 << 20)
     found = {}
     calls = (("signal", 16), ("put_with_signal", 16), ("put_with_signal", 7168), ("put_with_signal", 1 << 20))
     for call, nbytes in calls:

@@ -99,7 +99,7 @@ def _latency(rank: Rank) -> dict[str, float]:
     """Medians of one way, as half of a round trip, in microseconds."""
     device = torch.device("cuda", torch.cuda.current_device())
     comm = weft.Communicator(rank.group, device=device, timeout_s=TIMEOUT_S)
-    loop = _core.ChannelLoop.create(comm.core, 1 << 20)
+    loop = _core.measure.ChannelLoop.create(comm.core, 1 << 20)
     found = {}
     for call, nbytes in (
         ("signal", 16),

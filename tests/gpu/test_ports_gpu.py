@@ -92,7 +92,7 @@ def _values(rank: int, elems: int) -> torch.Tensor:
 def _channel(rank: Rank) -> None:
     """Every call of a channel, in both directions or one, with places that go around the window."""
     comm = _comm(rank)
-    loop = _core.ChannelLoop.create(comm.core, ROOM)
+    loop = _core.measure.ChannelLoop.create(comm.core, ROOM)
     sent, received = from_dlpack(loop.sent(ROOM)), from_dlpack(loop.received(ROOM))
     adds = 0
     for turn, nbytes in enumerate((16, 448, 464, 4096, 65536 + 16, ROOM)):
@@ -465,8 +465,10 @@ def test_every_kind_of_buffer(
 def _fifo(_: Rank) -> None:
     device = f"cuda:{torch.cuda.current_device()}"
     for producers, capacity in ((1, 2), (4, 2048), (64, 2048), (300, 16)):
-        assert _core.fifo_seconds(device, producers, 3000, capacity) > 0  # order and number are checked
-    round_trips, to_pop, look_us = _core.fifo_trips(device, 200, 2048)
+        assert (
+            _core.measure.fifo_seconds(device, producers, 3000, capacity) > 0
+        )  # order and number are checked
+    round_trips, to_pop, look_us = _core.measure.fifo_trips(device, 200, 2048)
     assert len(round_trips) == len(to_pop) == 200
     # The way to the pop is of two clocks. A look may be shorter than a tick of the GPU's: 1 us on some machines.
     assert min(round_trips) > 0 and look_us >= 0

@@ -146,7 +146,7 @@ def test_windows_hold_what_peers_store(transport: str) -> None:
 def _channel(rank: Rank, transport: str) -> None:
     """Every call of a channel, in both directions or one, with places that go around the window."""
     comm = _comm(rank, transport)
-    loop = _core.ChannelLoop.create(comm.core, ROOM)
+    loop = _core.measure.ChannelLoop.create(comm.core, ROOM)
     sent, received = from_dlpack(loop.sent(ROOM)), from_dlpack(loop.received(ROOM))
     adds = 0
     for turn, nbytes in enumerate((16, 448, 464, 4096, 65536 + 16, ROOM)):

@@ -46,7 +46,7 @@ WEFT_KERNEL void channel_replay(const ChannelReplayArgs& a, const MeshT& mesh, c
     uint64_t seen = 0, waited_ns = 0;
     const auto* signal = reinterpret_cast<const uint64_t*>(mesh.local() + a.signal_at);
     came = poll_host_signal(signal, round, a.wait, seen, waited_ns);
-    if (!came) raise(a.wait.fault, Site::kChannelLoop, a.wait.self, a.peer, round, seen, waited_ns);
+    if (!came) raise(a.wait.fault, Site::kLoop, a.wait.self, a.peer, round, seen, waited_ns);
   }
   if (warp.any(!came)) return;
   uint32_t wrong = 0;

@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from weft.testing.ranks import RankPool
+if TYPE_CHECKING:
+    from weft.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    from weft.testing.ranks import RankPool
+
     with RankPool(request.param, with_gpus=False) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
+    from weft.testing.ranks import RankPool
+
     with RankPool(2, with_gpus=False) as ranks:
         yield ranks

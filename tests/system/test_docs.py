@@ -16,7 +16,7 @@ from weft import cli, transfer
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "python", "src", "tests", "tools"]
-FOLDERS += ["src/providers", "src/transports"]
+FOLDERS += ["src/providers", "src/transports", "measure"]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -45,13 +45,15 @@ def test_the_tree_keeps_its_layers(layers: ModuleType) -> None:
         ("kernels/core/a.h", "kernels/moe/b.h"),
         ("kernels/collective/a.cuh", "kernels/moe/b.h"),
         ("compat/nccl/a.cc", "moe/b.h"),
+        ("src/moe/a.cc", "measure/loops/b.h"),
+        ("transports/proxy/a.cc", "measure/jitter/b.h"),
     ],
 )
 def test_an_include_upwards_is_named(
     layers: ModuleType, tmp_path: Path, includer: str, included: str
 ) -> None:
     write(tmp_path, includer, f'#include "{included}"\n')
-    write(tmp_path, included if included.startswith("kernels") else f"src/{included}")
+    write(tmp_path, included if included.startswith(("kernels", "measure")) else f"src/{included}")
     (breach,) = layers.breaches(tmp_path)
     assert breach.startswith(f"{includer}: includes {included}")
 
@@ -73,18 +75,19 @@ def test_headers_that_need_each_other_are_named(layers: ModuleType, tmp_path: Pa
 @pytest.mark.parametrize(
     ("importer", "line", "breach"),
     [
-        ("runtime/a.py", "from weft.bench import b", "weft.runtime may not import weft.bench"),
-        ("moe/a.py", "import weft.collectives.b", "weft.moe may not import weft.collectives"),
+        ("runtime/a.py", "from weft.bench import b", "runtime may not import measure"),
+        ("moe/a.py", "import weft.collectives.b", "moe may not import collectives"),
         ("moe/a.py", "def late():\n    import weft.collectives.b", None),
-        ("bench/a.py", "from weft.moe import b", None),
+        ("moe/a.py", "def late():\n    import weft.bench.b", None),
+        ("../../measure/python/weft/bench/a.py", "from weft.moe import b", None),
     ],
 )
 def test_an_import_upwards_is_named(
     layers: ModuleType, tmp_path: Path, importer: str, line: str, breach: str | None
 ) -> None:
     write(tmp_path, f"python/weft/{importer}", line)
-    for room in ("bench", "collectives", "moe"):
-        write(tmp_path, f"python/weft/{room}/b.py")
+    for room in ("python/weft/collectives", "python/weft/moe", "measure/python/weft/bench"):
+        write(tmp_path, f"{room}/b.py")
     found = layers.breaches(tmp_path)
     assert [breach in one for one in found] == [True] if breach else found == []
 

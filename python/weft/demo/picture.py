@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.pictures import COLORS, footnote, picture
 from weft.demo.agreement import last_loss
 
 _MOST_NUMBERS = 160  # cells that still have room for their number
@@ -32,6 +31,8 @@ def draw(
         experts_per_rank: where the lines between the ranks that own the experts are drawn.
         settings: the line under the title.
     """
+    from weft.bench.pictures import COLORS, footnote, picture
+
     path.parent.mkdir(parents=True, exist_ok=True)
     title = "One model, one seed: trained on one rank and through Weft"
     with picture(path, title, settings, (1, 2), (6.8, 4.6)) as (figure, axes):

@@ -17,7 +17,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -27,7 +27,9 @@ import weft
 from weft.demo.model import ByteModel, Exchange, Local, OverRanks, Shape
 from weft.demo.text import batch, load_text
 from weft.runtime.progress import progress
-from weft.testing.ranks import Rank
+
+if TYPE_CHECKING:
+    from weft.testing.ranks import Rank
 
 SumUp = Callable[[torch.Tensor], Any]  # replaces a tensor by its sum over ranks
 

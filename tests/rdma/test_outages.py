@@ -14,7 +14,7 @@ LIBRARIES = {  # what a test calls a provider over one of the two generations of
     "fabric:verbs of libfabric 1": ("fabric:verbs", "libfabric.so.1"),
     "fabric:verbs of libfabric 2": ("fabric:verbs", NEWER_LIBFABRIC),
 }
-RDMA = ["verbs", *LIBRARIES]
+PROVIDERS = ["verbs", *LIBRARIES, "fabric:tcp"]
 
 
 def start(guests: list[Guest], provider: str, options: str) -> tuple[Job, Job]:
@@ -46,10 +46,11 @@ def longest(said: str) -> float:
     return float(said.split("longest")[1])
 
 
+# Without a secret: with one, immediates travel as messages where a NIC does not prove whose they are.
 @pytest.mark.quick
-@pytest.mark.parametrize("provider", [*RDMA, "fabric:tcp"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_every_immediate_and_message_comes_once(guests: list[Guest], provider: str) -> None:
-    owner, writer = start(guests, provider, "--seconds 4")
+    owner, writer = start(guests, provider, "--seconds 4 --set WEFT_JOB_SECRET=")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
@@ -85,11 +86,19 @@ def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(guests: 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("provider", RDMA)
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_killed_owner_is_noticed_long_before_peer_dead_s(guests: list[Guest], provider: str) -> None:
     _, writer = start(guests, provider, "--seconds 600 --dead 300 --timeout 500")
     guests[0].run("busybox killall -9 owner")
     assert "no sign of life" not in lost(writer, "owner")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_killed_writer_is_noticed_by_an_owner_that_only_waits(guests: list[Guest], provider: str) -> None:
+    owner, _ = start(guests, provider, "--seconds 600 --dead 300 --timeout 500 --pause 3")
+    time.sleep(1)  # nothing is under way then
+    guests[1].run("busybox killall -9 writer")
+    assert "no sign of life" not in lost(owner, "writer")
 
 
 # rxe ends a read early when its answers change places or come twice: its bytes are missing (docs/reliability.md).

@@ -90,6 +90,13 @@ def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(guests: 
         assert "no sign of life for 4 s" in lost(job, name)
 
 
+@pytest.mark.parametrize("provider", LIBRARIES)
+def test_an_outage_that_the_nic_gives_up_on_names_the_peer(guests: list[Guest], provider: str) -> None:
+    _, writer = start(guests, provider, "--seconds 600 --dead 200 --timeout 300")
+    guests[1].run("ip link set net0 down")
+    assert "no sign of life" not in lost(writer, "owner")
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_killed_owner_is_noticed_long_before_peer_dead_s(guests: list[Guest], provider: str) -> None:

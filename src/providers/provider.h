@@ -142,6 +142,7 @@ enum class EventKind : uint8_t {
   kReceived,  // a posted receive holds `bytes` bytes
   kImm,       // a peer's write with an immediate has arrived
   kServed,    // bytes of a peer came or went; polling again soon is worth while. Not every rail can tell
+  kGone,      // the process of the peer that `from` leads to has ended, for certain; text. Not every rail can tell
 };
 
 struct Event {
@@ -151,11 +152,13 @@ struct Event {
   // kFailed: the peer's registration is over. What the peer said before has come in earlier events.
   bool key_refused = false;
   uint64_t imm = 0;
-  Route from =
-      kNoRoute;  // kImm, on rails whose Caps::source is kRoute: whose. kNoRoute: of none that is resolved
+  // kGone: whose. kImm, on rails whose Caps::source is kRoute: whose. kNoRoute: of none that is resolved
+  Route from = kNoRoute;
   uint64_t bytes = 0;
   Context* context = nullptr;
-  std::string text;  // kFailed: the provider's code and words
+  std::string text;  // kFailed: the provider's code and words. kGone: what is known
+  // What rails forget along with a route: another peer may get its number.
+  bool is_gone(Route route) const { return kind == EventKind::kGone && from == route; }
 };
 
 class Rail {

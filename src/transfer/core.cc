@@ -273,6 +273,7 @@ bool Core::poll_rails() {
 
 void Core::on_event(RailState& rail, Event& event) {
   if (event.kind == EventKind::kImm) return on_imm_event(rail, event);
+  if (event.kind == EventKind::kGone) return on_gone(rail, event);
   if (event.kind == EventKind::kServed || !event.context) return;
   Flight& flight = *static_cast<Flight*>(event.context);
   if (flight.use != Flight::Use::kReceive) return on_flight_end(rail, flight, event);
@@ -281,6 +282,14 @@ void Core::on_event(RailState& rail, Event& event) {
   else
     refusals_.warn("transfer: a receive failed on {}: {}", rail.rail->nic().name, event.text);
   if (!closed_.load(std::memory_order_relaxed)) post_receive(flight);
+}
+
+// Rails of an engine end together, so the peer is gone on every path.
+void Core::on_gone(const RailState& rail, const Event& event) {
+  const auto number = static_cast<uint32_t>(&rail - rails.data());
+  for (auto& [engine, peer] : peers_)
+    if (number < peer->paths_.size() && peer->paths_[number].route == event.from)
+      return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, event.text));
 }
 
 void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {

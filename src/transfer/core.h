@@ -193,6 +193,7 @@ class Core {
   void start_submitted();
   bool poll_rails();
   void on_event(RailState& rail, Event& event);
+  void on_gone(const RailState& rail, const Event& event);
   void on_flight_end(RailState& rail, Flight& flight, Event& event);
   static void note_revoked(const Transfer& transfer);
   bool was_asked_back(const Flight& flight) const;

@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NEWER_LIBFABRIC = ROOT / "build" / "mpich" / "lib" / "mpich" / "libfabric.so.1"  # see tools/newer-libfabric
 BOOT_SECONDS = 180.0
+BOOTS = 3  # QEMU's translation lets a kernel panic now and then, while its second CPU starts
 WARM_SECONDS = 900.0  # torch in a guest on a busy machine
 PAUSE_SECONDS = 0.05  # between looks at a file
 MEMORY_MIB = 3072
@@ -258,13 +259,22 @@ class Cluster:
             raise
 
     def _meet(self) -> None:
-        for guest in self.guests:
-            guest.wait_up()
+        for number in (1, 2):
+            self._wait_up(number)
         for card in range(self._shape[0]):
             self.guests[0].run(f"busybox ping -c 1 -W 10 10.9.{card}.2")
 
-    def again(self, number: int) -> Guest:
-        """Boot a guest that has ended once more, and return it."""
+    def _wait_up(self, number: int) -> None:
+        for left in reversed(range(BOOTS)):
+            try:
+                return self.guests[number - 1].wait_up()
+            except GuestError as error:
+                if left == 0:
+                    raise
+                print(f"guest {number} boots again: {error}", file=sys.stderr)
+                self._replace(number)
+
+    def _replace(self, number: int) -> None:
         old = self.guests[number - 1]
         if old.is_up():
             old.kill()
@@ -272,6 +282,10 @@ class Cluster:
         for cable in self._folder.glob(f"cable*-{number}"):
             cable.unlink()
         self.guests[number - 1] = Guest(*self._parts, number, *self._shape)
+
+    def again(self, number: int) -> Guest:
+        """Boot a guest that has ended once more, and return it."""
+        self._replace(number)
         self._meet()
         return self.guests[number - 1]
 

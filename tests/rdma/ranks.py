@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of one guest, forked from one process that has imported torch, which takes a guest a minute.
 
-    ranks.main: WHAT FIRST RANKS WORLD      # ranks FIRST to FIRST + RANKS - 1 of WORLD; guest 1 has rank 0
+    ranks.main: WHAT FIRST RANKS WORLD PROVIDER LIBFABRIC   # ranks FIRST to FIRST + RANKS - 1 of WORLD; guest 1 has 0
 
 calls: each rank runs every collective, and a dispatch with its combine in each mode, over the proxy transport, and
 checks the results. It prints "right RANK WHAT" for each. killed: rank VICTIM kills itself, and the others say whom
@@ -26,7 +26,6 @@ from warm import SECRET, configure
 import weft
 
 TIMEOUT_S = 240.0
-PROVIDER = "verbs"
 VICTIM = 3
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 FIRST_PID = 20_000
@@ -35,7 +34,6 @@ SETTINGS = {
     "MASTER_PORT": "29600",
     "GLOO_SOCKET_IFNAME": "net0",
     "WEFT_INTERFACE": "net0",
-    "WEFT_PROXY_PROVIDER": PROVIDER,
     "WEFT_PROXY_NICS": "rxe0",  # the guests' two cables are not joined
     "WEFT_PEER_DEAD_S": "120",
     "WEFT_JOB_SECRET": SECRET,
@@ -100,7 +98,8 @@ def main() -> int:
     """Fork the ranks, and wait for them."""
     what: Callable[[int, int], None] = {"calls": calls, "killed": killed}[sys.argv[1]]
     first, count, world = (int(word) for word in sys.argv[2:5])
-    configure(SETTINGS)
+    provider, library = sys.argv[5:]
+    configure(SETTINGS | {"WEFT_PROXY_PROVIDER": provider, "WEFT_LIBFABRIC": library})
     torch.set_num_threads(1)
     children = {}
     for i, rank in enumerate(range(first, first + count)):

@@ -14,21 +14,26 @@ LIBRARIES = {  # what a test calls a provider over one of the two generations of
     "fabric:verbs of libfabric 1": ("fabric:verbs", "libfabric.so.1"),
     "fabric:verbs of libfabric 2": ("fabric:verbs", NEWER_LIBFABRIC),
 }
-RDMA = ["verbs", *LIBRARIES]
+PROVIDERS = ["verbs", *LIBRARIES, "fabric:tcp"]
 
 
-def start(guests: list[Guest], provider: str, options: str) -> tuple[Job, Job]:
-    """Start the owner in guest 1 and the writer in guest 2, and wait until blocks pass."""
-    if provider in LIBRARIES:
-        provider, library = LIBRARIES[provider]
-        if library is NEWER_LIBFABRIC and not NEWER_LIBFABRIC.is_file():
-            pytest.skip("no libfabric 2 in build/mpich: PyPI has it (tools/newer-libfabric)")
-        options += f" --set WEFT_LIBFABRIC={library}"
+def place(provider: str) -> tuple[str, str]:
+    """Return the name of a provider and what WEFT_LIBFABRIC is for it; skip where there is no such libfabric."""
+    name, library = LIBRARIES.get(provider, (provider, "libfabric.so.1"))
+    if library is NEWER_LIBFABRIC and not NEWER_LIBFABRIC.is_file():
+        pytest.skip("no libfabric 2 in build/mpich: PyPI has it (tools/newer-libfabric)")
+    return name, str(library)
+
+
+def start(guests: list[Guest], provider: str, options: str, blocks: int = 3) -> tuple[Job, Job]:
+    """Start the owner in guest 1 and the writer in guest 2, and wait until some blocks have passed."""
+    provider, library = place(provider)
+    options += f" --set WEFT_LIBFABRIC={library}"
     for guest in guests:
         guest.warm("traffic")
     owner = guests[0].fork("traffic", f"owner {provider} {options}")
     writer = guests[1].fork("traffic", f"writer {provider} 10.9.0.1 {options}")
-    writer.until("block 3 ", SECONDS)
+    writer.until(f"block {blocks} ", SECONDS)
     return owner, writer
 
 
@@ -46,10 +51,11 @@ def longest(said: str) -> float:
     return float(said.split("longest")[1])
 
 
+# Without a secret: with one, immediates travel as messages where a NIC does not prove whose they are.
 @pytest.mark.quick
-@pytest.mark.parametrize("provider", [*RDMA, "fabric:tcp"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_every_immediate_and_message_comes_once(guests: list[Guest], provider: str) -> None:
-    owner, writer = start(guests, provider, "--seconds 4")
+    owner, writer = start(guests, provider, "--seconds 4 --set WEFT_JOB_SECRET=")
     writer.wait(SECONDS)
     assert "done" in owner.wait(SECONDS)
 
@@ -84,12 +90,27 @@ def test_an_outage_longer_than_peer_dead_s_names_the_peer_on_both_sides(guests: 
         assert "no sign of life for 4 s" in lost(job, name)
 
 
+@pytest.mark.parametrize("provider", LIBRARIES)
+def test_an_outage_that_the_nic_gives_up_on_names_the_peer(guests: list[Guest], provider: str) -> None:
+    _, writer = start(guests, provider, "--seconds 600 --dead 200 --timeout 300")
+    guests[1].run("ip link set net0 down")
+    assert "no sign of life" not in lost(writer, "owner")
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("provider", RDMA)
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_killed_owner_is_noticed_long_before_peer_dead_s(guests: list[Guest], provider: str) -> None:
     _, writer = start(guests, provider, "--seconds 600 --dead 300 --timeout 500")
     guests[0].run("busybox killall -9 owner")
     assert "no sign of life" not in lost(writer, "owner")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_killed_writer_is_noticed_by_an_owner_that_only_waits(guests: list[Guest], provider: str) -> None:
+    owner, _ = start(guests, provider, "--seconds 600 --dead 300 --timeout 500 --pause 5", blocks=1)
+    time.sleep(1)  # nothing is under way then
+    guests[1].run("busybox killall -9 writer")
+    assert "no sign of life" not in lost(owner, "writer")
 
 
 # rxe ends a read early when its answers change places or come twice: its bytes are missing (docs/reliability.md).

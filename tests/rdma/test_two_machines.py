@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from guests import NIC_SLOT, Guest
-from test_outages import SECONDS, start
+from test_outages import LIBRARIES, SECONDS, place, start
 from traffic import LOST
 from warm import SECRET
 
@@ -50,18 +50,20 @@ def test_shared_memory_reaches_no_engine_of_another_machine(guests: list[Guest])
         assert status == LOST and f"no answer of peer '{other}'" in said and "over fabric:shm" in said, said
 
 
-def run_ranks(guests: list[Guest], what: str) -> str:
+def run_ranks(guests: list[Guest], what: str, provider: str = "verbs") -> str:
     """Run two ranks on each guest, and return what they say."""
+    name, library = place(provider)
     for guest in guests:
         guest.warm("ranks")
-    jobs = [guest.fork("ranks", f"{what} {2 * i} 2 4") for i, guest in enumerate(guests)]
+    jobs = [guest.fork("ranks", f"{what} {2 * i} 2 4 {name} {library}") for i, guest in enumerate(guests)]
     return "".join(job.wait(SECONDS * 2) for job in jobs)
 
 
 @pytest.mark.torch
 @pytest.mark.timeout(1500)
-def test_ranks_of_two_machines_get_right_results(guests: list[Guest]) -> None:
-    said = run_ranks(guests, "calls")
+@pytest.mark.parametrize("provider", ["verbs", *LIBRARIES])
+def test_ranks_of_two_machines_get_right_results(guests: list[Guest], provider: str) -> None:
+    said = run_ranks(guests, "calls", provider)
     every = (
         "nodes",
         "collectives of 100000 floats",

@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--no-reads", action="store_true", help="the writer does not read back what it wrote")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable")
     options = parser.parse_args()
-    configure(dict(pair.split("=", 1) for pair in options.set) | {"WEFT_JOB_SECRET": SECRET})
+    configure({"WEFT_JOB_SECRET": SECRET} | dict(pair.split("=", 1) for pair in options.set))
     try:
         side = Side(options)
         side.own() if options.role == "owner" else side.write()

@@ -27,6 +27,9 @@ namespace weft::provider {
 namespace {
 
 constexpr size_t kEntriesPerRead = 32;
+constexpr uint32_t kPollsPerLook = 64;  // at lifelines
+// Of verbs: what a completion says of a peer that does not answer, or takes nothing.
+constexpr int kRetryExceeded = 12, kRnrExceeded = 13;
 
 class FabricRail : public Rail {
  public:
@@ -79,6 +82,10 @@ class FabricRail : public Rail {
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
     own_address_.assign(bytes, count);
     if (nic_.provider == "fabric:tcp") guard_ = ListenerGuard::of(own_address_);
+    // libfabric closes a connection in silence while nothing is under way on it, and what is posted then has to wait for
+    // another one, which a process that has ended never takes. Addresses of other kinds are no addresses of IP.
+    if (nic_.provider == "fabric:tcp" || nic_.provider == "fabric:verbs")
+      lifelines_ = Listener::at(line_address_of(own_address_, 0));
     if (nic_.caps.pages_apart) {
       WEFT_TRY_ASSIGN(pages_, PageStreams::listen(interface_of(own_address_), secret_));
     }
@@ -99,6 +106,7 @@ class FabricRail : public Rail {
     head.witness = self.witness;
     head.grants_at = self.grants_at;
     head.page_port = pages_ ? pages_->port() : 0;
+    head.line_port = lifelines_.port();
     return std::string(reinterpret_cast<const char*>(&head), sizeof head) + own_address_;
   }
 
@@ -125,12 +133,14 @@ class FabricRail : public Rail {
       destination.has_pages = true;
       destination.pages = pages_->open(interface_of(bytes), static_cast<uint16_t>(head.page_port));
     }
+    // Of a process of this host the engine knows itself.
+    if (head.host != this_process().host) destination.line.dial(line_address_of(bytes, head.line_port));
     for (Route route = 0; route < destinations_.size(); ++route) {
       if (destinations_[route].is_used) continue;
-      destinations_[route] = destination;
+      destinations_[route] = std::move(destination);
       return route;
     }
-    destinations_.push_back(destination);
+    destinations_.push_back(std::move(destination));
     return destinations_.size() - 1;
   }
 
@@ -139,6 +149,8 @@ class FabricRail : public Rail {
     // Removing the address of a peer that was killed can block some providers' progress; it is left to the
     // rail's end.
     destinations_[route].is_used = false;
+    destinations_[route].line = {};
+    std::erase_if(ready_, [route](const Event& event) { return event.is_gone(route); });
     if (destinations_[route].has_pages) pages_->close(destinations_[route].pages);
   }
 
@@ -251,6 +263,7 @@ class FabricRail : public Rail {
   size_t poll(Event* events, size_t max) override {
     size_t made = 0;
     if (guard_) guard_->look();
+    if (++polls_ % kPollsPerLook == 0) look_at_lines();
     if (pages_ && pages_->progress(ready_) && max > 0) events[made++].kind = EventKind::kServed;
     while (made < max && !ready_.empty()) {
       events[made++] = std::move(ready_.front());
@@ -278,7 +291,21 @@ class FabricRail : public Rail {
     bool has_pages = false;
     size_t pages = 0;  // the page stream there
     bool is_used = true;
+    Lifeline line;
   };
+
+  void look_at_lines() {
+    const auto now = Lifeline::Clock::now();
+    for (Route route = 0; route < destinations_.size(); ++route) {
+      if (!destinations_[route].line.is_over(now)) continue;
+      destinations_[route].line = {};
+      Event event;
+      event.kind = EventKind::kGone;
+      event.from = route;
+      event.text = kLineIsOver;
+      ready_.push_back(std::move(event));
+    }
+  }
 
   Status check_keys_end() {
     WEFT_TRY_ASSIGN(
@@ -429,7 +456,9 @@ class FabricRail : public Rail {
                            : nullptr;
     event.kind = EventKind::kFailed;
     event.context = static_cast<Context*>(entry.op_context);
-    event.peer_gone = fi::means_peer_gone(entry.err);
+    const bool takes_nothing = nic_.provider == "fabric:verbs" &&
+                               (entry.prov_errno == kRetryExceeded || entry.prov_errno == kRnrExceeded);
+    event.peer_gone = takes_nothing || fi::means_peer_gone(entry.err);
     event.key_refused = false;
     event.text = entry.err == ECANCELED  // of libfabric's own connections; it does not say why one ended
                      ? "the connection has ended: its process has, or packets were not answered"
@@ -467,6 +496,8 @@ class FabricRail : public Rail {
   std::string own_address_;
   std::unique_ptr<ListenerGuard> guard_;
   std::unique_ptr<PageStreams> pages_;
+  Listener lifelines_;
+  uint32_t polls_ = 0;
   std::vector<Destination> destinations_;
   std::deque<Event> ready_, refused_;
   int refused_with_ = 0;

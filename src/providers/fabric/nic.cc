@@ -21,8 +21,9 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   const uint64_t order = info.tx_attr->msg_order & info.rx_attr->msg_order;
   caps.ordered_writes = (order & fi::kOrderWaw) && (order & fi::kOrderRmaWaw) &&
                         info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
-  // cxi takes data with writes only when a variable of its own is set; notices travel as messages there.
-  caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi";
+  // cxi takes data with writes only when a variable of its own is set. Over verbs, connections share their receives, and a
+  // shared receive that ends by such data libfabric takes for a message, since 1.16. Notices travel as messages there.
+  caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi" && kind != "verbs";
   caps.imm_bits = info.domain_attr->cq_data_size >= 8 ? 64 : 32;
   // Its packets carry the Q_Key of the endpoint that they go to, a random number that is part of its address.
   if (kind == "efa") caps.source = Source::kAddress;

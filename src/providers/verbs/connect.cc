@@ -126,4 +126,13 @@ bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
   return library.modify_qp(qp, &attr, mask) == 0;
 }
 
+SocketAddress socket_address_of(const Gid& gid, uint16_t port) {
+  const auto is_zero = [&](int from, int to) {
+    return std::all_of(gid.raw + from, gid.raw + to, [](uint8_t byte) { return byte == 0; });
+  };
+  if (is_zero(0, 16)) return {};
+  const bool is_mapped_v4 = is_zero(0, 10) && gid.raw[10] == 0xff && gid.raw[11] == 0xff;
+  return is_mapped_v4 ? socket_address(AF_INET, gid.raw + 12, port) : socket_address(AF_INET6, gid.raw, port);
+}
+
 }  // namespace weft::provider::ib

@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "providers/lifeline.h"
 #include "providers/verbs/verbs.h"
 
 namespace weft::provider::ib {
@@ -29,6 +30,8 @@ struct PortPlace {
   bool is_ethernet = false;
 };
 AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there);
+// None where the GID is no address of IP, or one that needs an interface.
+SocketAddress socket_address_of(const Gid& gid, uint16_t port);
 
 inline constexpr uint8_t kReadDepth = 16;
 // What a device says of reads, as attributes of queue pairs take it: from 1 to kReadDepth.

@@ -87,7 +87,7 @@ Result<size_t> VerbsRail::link_to(const Place& there) {
   Link link;
   link.there = there;
   link.nonce = random_nonce();
-  link.line.dial(there.gid, there.line_port);
+  link.line.dial(ib::socket_address_of(there.gid, there.line_port));
   ib::AhAttr ah = route_to(there);
   link.ah = ib_.create_ah(pd_, &ah);
   if (!link.ah || !make_queue_pair(link)) {
@@ -194,9 +194,9 @@ void VerbsRail::send_handshakes() {
   if (are_links_quiet_ && now < next_round_) return;
   are_links_quiet_ = true;
   next_round_ = now + kQuietRound;
-  for (Link& link : links_) {
-    if (now >= link.next_look && has_ended(link, now))
-      break_link(link, "its rail is gone: its process has ended, or its engine was closed");
+  for (size_t i = 0; i < links_.size(); ++i) {
+    Link& link = links_[i];
+    if (link.state != LinkState::kBroken && link.line.is_over(now)) lose_process(i);
     if (link.state == LinkState::kConnected && link.posted < link.sent.size()) repeat(link);
     if (link.owes_answer && send_handshake(link, true)) link.owes_answer = false;
     if (link.answers_again && now >= link.next_answer && send_handshake(link, true))

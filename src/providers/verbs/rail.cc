@@ -76,7 +76,7 @@ Status VerbsRail::open(ib::Device* device, const ib::PortChoice& chosen) {
   place_.life = random_key();
   if (gid_index >= 0)
     WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
-  if (place_.is_ethernet) lifelines_ = ib::Listener::at(place_.gid);
+  if (place_.is_ethernet) lifelines_ = Listener::at(ib::socket_address_of(place_.gid, 0));
   place_.line_port = lifelines_.port();
   const size_t arena_bytes =
       size_t{kReceives} * kMessageBytes + 2 * kHandshakes * (kRouteHeaderBytes + sizeof(Handshake));
@@ -106,6 +106,7 @@ Result<Route> VerbsRail::resolve(std::string_view address) {
 void VerbsRail::forget(Route route) {
   Link& link = links_[route];
   link.is_used = false;
+  std::erase_if(ready_, [route](const Event& event) { return event.is_gone(route); });
   break_link(link, "it was given up");
 }
 

@@ -19,7 +19,6 @@
 #include "base/proof.h"
 #include "base/random.h"
 #include "providers/verbs/connect.h"
-#include "providers/verbs/lifeline.h"
 #include "providers/verbs/verbs.h"
 
 namespace weft::provider {
@@ -114,9 +113,7 @@ struct Link {
   uint32_t confirmed = 0;  // of the counted ones, those that have left `sent`
   uint32_t received = 0;   // counted ones of theirs
   std::string why;         // why the connection broke, or could not be made: the first cause
-  ib::Lifeline line;
-  Clock::time_point next_look{};  // at the line
-  Clock::time_point ended{};      // when that was first seen to have ended
+  Lifeline line;
   Clock::time_point drain_from{};
   bool owes_answer = false;  // to their handshake
   bool answers_again = false;
@@ -222,8 +219,8 @@ class VerbsRail : public Rail {
 
   void be_connected(Link& link);
 
-  // Whether the process at the other end has ended, and what it said last has had the time to come.
-  bool has_ended(Link& link, Clock::time_point now);
+  // Ends a link whose process has ended.
+  void lose_process(size_t index);
 
   // Ends a link for good: what is under way on it fails.
   void break_link(Link& link, const std::string& why);
@@ -290,7 +287,7 @@ class VerbsRail : public Rail {
   std::unique_ptr<char[]> arena_;
   ib::PortChoice port_;
   Place place_;
-  ib::Listener lifelines_;
+  Listener lifelines_;
   uint8_t reads_out_ = 1;                  // at a time, over one connection
   std::vector<uint32_t> free_handshakes_;  // buffers for sending
   std::minstd_rand random_{static_cast<uint32_t>(random_key())};

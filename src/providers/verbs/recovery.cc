@@ -22,8 +22,6 @@ namespace {
 // After the queue pair has stopped: for what the NIC, or a kernel that stands in for one, is in the middle of.
 constexpr auto kDrainFor = std::chrono::milliseconds(20);
 constexpr auto kRestartPause = std::chrono::milliseconds(50);
-constexpr auto kLookEvery = std::chrono::milliseconds(100);
-constexpr auto kLastWords = std::chrono::milliseconds(150);  // for what a peer sent before its process ended
 // An operation that breaks the connection so often is refused: it is wrong, and not the way to the peer.
 constexpr uint32_t kFailuresMax = 3;
 
@@ -183,12 +181,13 @@ void VerbsRail::be_connected(Link& link) {
   link.why.clear();
 }
 
-bool VerbsRail::has_ended(Link& link, Clock::time_point now) {
-  if (link.state == LinkState::kBroken) return false;
-  link.next_look = now + kLookEvery;
-  if (!link.line.has_ended()) return false;
-  if (link.ended == Clock::time_point()) link.ended = now;
-  return now - link.ended > kLastWords;
+void VerbsRail::lose_process(size_t index) {
+  Event event;
+  event.kind = EventKind::kGone;
+  event.from = index;
+  event.text = kLineIsOver;
+  ready_.push_back(std::move(event));
+  break_link(links_[index], kLineIsOver);
 }
 
 void VerbsRail::restart_handshakes() {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "providers/verbs/lifeline.h"
+#include "providers/lifeline.h"
 
-#include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/resource.h>
@@ -13,36 +12,18 @@
 #include <cstring>
 #include <utility>
 
-namespace weft::provider::ib {
+namespace weft::provider {
 namespace {
 
 constexpr int kLinesMax = 4096;  // that wait in the kernel; it may allow fewer
+constexpr auto kLookEvery = std::chrono::milliseconds(100);
+constexpr auto kLastWords = std::chrono::milliseconds(150);  // for what a peer sent before its process ended
 
-struct SocketAddress {
-  sockaddr_storage bytes{};
-  socklen_t length = 0;  // 0: the GID is no address of IP, or one that needs an interface
-};
-
-SocketAddress address_of(const Gid& gid, uint16_t port) {
-  SocketAddress made;
-  const auto is_zero = [&](int from, int to) {
-    return std::all_of(gid.raw + from, gid.raw + to, [](uint8_t byte) { return byte == 0; });
-  };
-  if (is_zero(0, 16) || (gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80)) return made;
-  if (is_zero(0, 10) && gid.raw[10] == 0xff && gid.raw[11] == 0xff) {
-    sockaddr_in v4{};
-    v4.sin_family = AF_INET;
-    v4.sin_port = htons(port);
-    std::memcpy(&v4.sin_addr, gid.raw + 12, 4);
-    std::memcpy(&made.bytes, &v4, made.length = sizeof v4);
-  } else {
-    sockaddr_in6 v6{};
-    v6.sin6_family = AF_INET6;
-    v6.sin6_port = htons(port);
-    std::memcpy(&v6.sin6_addr, gid.raw, 16);
-    std::memcpy(&made.bytes, &v6, made.length = sizeof v6);
-  }
-  return made;
+// In both families the port stands at the same place.
+uint16_t port_of(const SocketAddress& address) {
+  sockaddr_in v4{};
+  std::memcpy(&v4, &address.bytes, sizeof v4);
+  return ntohs(v4.sin_port);
 }
 
 // None where half of the files that the process may open are in use: others need theirs more.
@@ -56,6 +37,24 @@ Socket open_socket(const SocketAddress& address) {
 
 }  // namespace
 
+SocketAddress socket_address(int family, const void* ip, uint16_t port) {
+  SocketAddress made;
+  if (family == AF_INET) {
+    sockaddr_in v4{};
+    v4.sin_family = AF_INET;
+    v4.sin_port = htons(port);
+    std::memcpy(&v4.sin_addr, ip, sizeof v4.sin_addr);
+    std::memcpy(&made.bytes, &v4, made.length = sizeof v4);
+  } else if (family == AF_INET6) {
+    sockaddr_in6 v6{};
+    v6.sin6_family = AF_INET6;
+    v6.sin6_port = htons(port);
+    std::memcpy(&v6.sin6_addr, ip, sizeof v6.sin6_addr);
+    if (!IN6_IS_ADDR_LINKLOCAL(&v6.sin6_addr)) std::memcpy(&made.bytes, &v6, made.length = sizeof v6);
+  }
+  return made;
+}
+
 Socket& Socket::operator=(Socket&& other) noexcept {
   close();
   fd_ = std::exchange(other.fd_, -1);
@@ -67,34 +66,38 @@ void Socket::close() {
   fd_ = -1;
 }
 
-Listener Listener::at(const Gid& gid) {
+Listener Listener::at(SocketAddress address) {
   Listener made;
-  SocketAddress address = address_of(gid, 0);
   if (address.length == 0) return made;
   Socket socket = open_socket(address);
   auto* const at = reinterpret_cast<sockaddr*>(&address.bytes);
   if (!socket || bind(socket.fd(), at, address.length) != 0 || listen(socket.fd(), kLinesMax) != 0 ||
       getsockname(socket.fd(), at, &address.length) != 0)
     return made;
-  made.port_ = ntohs(address.bytes.ss_family == AF_INET ? reinterpret_cast<sockaddr_in*>(at)->sin_port
-                                                        : reinterpret_cast<sockaddr_in6*>(at)->sin6_port);
+  made.port_ = port_of(address);
   made.socket_ = std::move(socket);
   return made;
 }
 
-void Lifeline::dial(const Gid& gid, uint16_t port) {
-  gid_ = gid;
-  port_ = port;
+void Lifeline::dial(const SocketAddress& there) {
+  there_ = there;
   is_connected_ = false;
-  const SocketAddress address = address_of(gid, port);
-  if (port == 0 || address.length == 0) return;
-  socket_ = open_socket(address);
+  if (there.length == 0 || port_of(there) == 0) return;
+  socket_ = open_socket(there);
   if (!socket_) return;
-  const int status = connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&address.bytes), address.length);
+  const int status = connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&there.bytes), there.length);
   if (status == 0 || errno == EINPROGRESS) return;
   const bool is_refused = errno == ECONNREFUSED;
   socket_.close();
   is_refused_ = is_refused && was_connected_;
+}
+
+bool Lifeline::is_over(Clock::time_point now) {
+  if (now < next_look_) return false;
+  next_look_ = now + kLookEvery;
+  if (!has_ended()) return false;
+  if (ended_ == Clock::time_point()) ended_ = now;
+  return now - ended_ > kLastWords;
 }
 
 bool Lifeline::has_ended() {
@@ -103,7 +106,7 @@ bool Lifeline::has_ended() {
   pollfd look{socket_.fd(), static_cast<short>(is_connected_ ? POLLIN | POLLRDHUP : POLLOUT), 0};
   if (::poll(&look, 1, 0) <= 0) return false;
   if (is_connected_) {  // nobody says a word, so this is its end
-    dial(gid_, port_);
+    dial(SocketAddress(there_));
     return false;
   }
   int error = 0;
@@ -118,4 +121,4 @@ bool Lifeline::has_ended() {
   return is_refused_;
 }
 
-}  // namespace weft::provider::ib
+}  // namespace weft::provider

@@ -33,10 +33,10 @@ constexpr Unit kByteUnits[] = {{"B", 1},           {"KiB", 1 << 10}, {"MiB", 1 <
                                {"TiB", 1ll << 40}, {"KB", 1e3},      {"kB", 1e3},      {"MB", 1e6},
                                {"GB", 1e9},        {"TB", 1e12}};
 
-// What an option counts, by the end of its name.
+// What an option counts, by its name.
 std::span<const Unit> units_of(std::string_view option) {
   if (option.ends_with("_s")) return kTimeUnits;
-  if (option.ends_with("_bytes")) return kByteUnits;
+  if (option.ends_with("_bytes") || option.find("_bytes_") != option.npos) return kByteUnits;
   return {};
 }
 

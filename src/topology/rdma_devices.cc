@@ -61,6 +61,13 @@ RdmaDevice rdma_device(const std::string& name, int port, const std::string& sys
   return device;
 }
 
+std::string kernel_driver(const DevicePlace& place, const std::string& sysfs) {
+  if (place.pci.empty()) return "";
+  std::error_code error;
+  const fs::path link = fs::path(sysfs) / "bus" / "pci" / "devices" / place.pci / "driver";
+  return fs::read_symlink(link, error).filename().string();
+}
+
 Nearness nearness(const DevicePlace& a, const DevicePlace& b, const std::string& sysfs) {
   if (a.pci.empty() || b.pci.empty()) return Nearness::kFar;
   const fs::path devices = fs::path(sysfs) / "bus" / "pci" / "devices";

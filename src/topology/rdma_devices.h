@@ -24,6 +24,9 @@ struct RdmaDevice {
 // `sysfs` is another folder in tests. A device in software sits where the network interface below it does.
 RdmaDevice rdma_device(const std::string& name, int port, const std::string& sysfs = "/sys");
 
+// The kernel's driver of a device on PCIe, such as "mlx5_core"; empty where the system does not say.
+std::string kernel_driver(const DevicePlace& place, const std::string& sysfs = "/sys");
+
 // Below one bridge, that of the processor not counted; at the same processor; neither, or unknown.
 enum class Nearness { kSameSwitch, kSameNode, kFar };
 Nearness nearness(const DevicePlace& a, const DevicePlace& b, const std::string& sysfs = "/sys");

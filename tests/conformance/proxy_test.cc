@@ -243,6 +243,8 @@ TEST(ProxyPace, IsThatOfTheNicsFamily) {
   EXPECT_EQ(proxy::pace_of("ionic_3").bytes_in_flight, 2u << 20);
   EXPECT_EQ(proxy::pace_of("mlx5_0").family, std::string_view("mlx5"));
   EXPECT_EQ(proxy::pace_of("lo@127.0.0.1").family, std::string_view(""));
+  EXPECT_EQ(proxy::pace_of("rocep23s0", "bnxt_en").writes_in_flight, 1u) << "renamed by udev";
+  EXPECT_EQ(proxy::pace_of("mlx5_0", "virtio-pci").family, std::string_view("mlx5"));
 }
 
 // With a pace of 4 KiB and one write, a put of more goes in parts, one after the other, and arrives whole.

@@ -67,6 +67,14 @@ TEST_F(Machine, ADeviceInSoftwareSitsWhereItsInterfaceDoes) {
   EXPECT_EQ(nic.gbit_per_s, 2.5);
 }
 
+TEST_F(Machine, ADeviceHasADriver) {
+  const DevicePlace nic = rdma_device("mlx5_0", 1, root_.string()).place;
+  EXPECT_EQ(kernel_driver(nic, root_.string()), "");
+  fs::create_symlink("../../../../../bus/pci/drivers/mlx5_core", root_ / "bus/pci/devices" / nic.pci / "driver");
+  EXPECT_EQ(kernel_driver(nic, root_.string()), "mlx5_core");
+  EXPECT_EQ(kernel_driver({}, root_.string()), "");
+}
+
 TEST_F(Machine, ADeviceThatIsNotThereIsNowhere) {
   const RdmaDevice nic = rdma_device("mlx5_9", 1, root_.string());
   EXPECT_EQ(nic.place.pci, "");

@@ -27,16 +27,19 @@ std::vector<std::string> split(const std::string& names, char mark) {
 // the first with a tenth of the bandwidth; the others take what their queues hold.
 const std::vector<Pace>& paces() {
   static const std::vector<Pace> all = {
-      {"bnxt_re", 3 * kMiB / 2, 1},  // Broadcom Thor-2
-      {"ionic", 2 * kMiB, 1},        // AMD Pollara
-      {"rdmap", 16 * kMiB, 256},     // EFA
-      {"mlx5", 64 * kMiB, 256},      // ConnectX
-      {"", 16 * kMiB, 256},
+      {"bnxt_re", "bnxt_en", 3 * kMiB / 2, 1},  // Broadcom Thor-2
+      {"ionic", "ionic", 2 * kMiB, 1},          // AMD Pollara
+      {"rdmap", "efa", 16 * kMiB, 256},         // EFA
+      {"mlx5", "mlx5_core", 64 * kMiB, 256},    // ConnectX
+      {"", "", 16 * kMiB, 256},
   };
   return all;
 }
 
-const Pace& pace_of(std::string_view nic_name) {
+const Pace& pace_of(std::string_view nic_name, std::string_view driver) {
+  const auto has_driver = [&](const Pace& pace) { return !driver.empty() && driver == pace.driver; };
+  const auto by_driver = std::ranges::find_if(paces(), has_driver);
+  if (by_driver != paces().end()) return *by_driver;
   return *std::ranges::find_if(paces(), [&](const Pace& pace) { return nic_name.starts_with(pace.family); });
 }
 
@@ -88,7 +91,8 @@ Result<Network> choose_network(const std::string& wanted, const std::string& nic
         "; this rank took {} ({}): where networks of NICs are not joined, WEFT_PROXY_NICS says which to take",
         network.nics[0].name, network.why_nics);
   }
-  network.pace = pace_of(network.nics[0].name);
+  const provider::Nic& nic = network.nics[0];
+  network.pace = pace_of(nic.name, kernel_driver({nic.pci, nic.numa_node}));
   if (config().proxy_bytes_in_flight > 0)
     network.pace.bytes_in_flight =
         std::max<uint64_t>(16, static_cast<uint64_t>(config().proxy_bytes_in_flight) / 16 * 16);

@@ -18,13 +18,14 @@ namespace weft::proxy {
 
 // What a NIC takes at a time without falling behind.
 struct Pace {
-  const char* family;
+  const char* family;  // how names of its devices begin, as the kernel gives them
+  const char* driver;
   uint64_t bytes_in_flight;
   uint32_t writes_in_flight;
 };
 
-// Of a NIC, by its name; the last row fits every NIC. Pure.
-const Pace& pace_of(std::string_view nic_name);
+// Of a NIC, by its kernel driver, or by its name, which an administrator may have changed; the last row fits every NIC. Pure.
+const Pace& pace_of(std::string_view nic_name, std::string_view driver = "");
 // Every family, for people and tests.
 const std::vector<Pace>& paces();
 

@@ -3,7 +3,7 @@
 
 Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and returns 1 if there is any.
 
-* An #include points to the same layer or a lower one (``MAY_INCLUDE``); a transport or provider
+* An #include points to the same layer or a lower one (``STANDS_ON``); a transport or provider
   never includes another. Folders of kernels are layers, too, and so is each folder of compat.
 * A Python module imports the same room or a lower one when it is read (``MAY_IMPORT``). What a function imports when it
   runs does not count: commands of a room may use what stands above it.
@@ -25,42 +25,37 @@ from pathlib import Path
 
 SOURCES = ("*.h", "*.cc", "*.cuh")
 
-# Layer -> the layers it may include besides itself. A path belongs to the longest prefix that fits.
-BASE = {"src/base", "include"}
-MACHINE = BASE | {"src/topology", "src/bootstrap"}
-KERNELS = {"kernels/target", "kernels/core", "kernels/moe", "kernels/collective"}
-PORTS = MACHINE | KERNELS | {"transports"}
-COMM = PORTS | {"src/memory", "src/comm"}
-PLAN = COMM | {"src/jit", "src/plan"}
-MAY_INCLUDE: dict[str, set[str]] = {
+# Layer -> those that it stands on. It may include them, what they stand on, and so on down: no arrow points up.
+STANDS_ON: dict[str, set[str]] = {
     "include": set(),
     "src/base": {"include"},
-    "src/topology": BASE,
-    "src/bootstrap": BASE | {"src/topology"},
-    "providers": MACHINE,
-    "providers/*": MACHINE | {"providers"},
-    "src/memory": MACHINE,
-    "src/transfer": MACHINE | {"providers", "src/memory"},
-    "transports": MACHINE | KERNELS,
-    # A NIC whose queues kernels write is opened, and its ports chosen, as the provider for it does.
-    "transports/*": PORTS | {"src/memory", "src/transfer", "providers", "providers/*"},
-    "src/comm": PORTS | {"src/memory"},
-    "src/jit": COMM | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
-    "src/plan": MACHINE | KERNELS,  # pure: it knows of a machine what it is told
-    "src/moe": PLAN,
-    "src/collective": PLAN,
-    # Loops of benchmarks: beside the library's ways stand the same ones without it, straight on a NIC.
-    "src/measure": PLAN | {"src/transfer", "providers", "providers/*", "transports/*"},
-    "src/bind": PLAN
-    | {"src/moe", "src/collective", "src/measure", "src/transfer", "providers", "providers/*"}
-    | {"transports/*"},
+    "src/topology": {"src/base"},
+    "src/bootstrap": {"src/topology"},
+    "src/memory": {"src/bootstrap"},
+    "src/providers": {"src/memory"},
+    "src/transfer": {"src/providers"},
+    "src/transports": {"src/transfer", "kernels/moe", "kernels/collective"},
+    "src/comm": {"src/transports"},
+    "src/jit": {"src/comm"},
+    "src/plan": {"src/bootstrap", "kernels/moe", "kernels/collective"},  # pure
+    "src/moe": {"src/jit", "src/plan"},
+    "src/collective": {"src/jit", "src/plan"},
+    "src/measure": {"src/jit", "src/plan"},
+    "src/bind": {"src/moe", "src/collective", "src/measure"},
     "kernels/target": set(),
     "kernels/core": {"kernels/target"},
-    "kernels/moe": {"kernels/core", "kernels/target"},
-    "kernels/collective": {"kernels/core", "kernels/target"},
-    "compat/nccl": PLAN | {"src/collective"},
-    "compat/nccl_rma": MACHINE | {"src/transfer", "providers", "transports/*"},
+    "kernels/moe": {"kernels/core"},
+    "kernels/collective": {"kernels/core"},
+    "compat/nccl": {"src/collective"},
+    "compat/nccl_rma": {"src/transports"},
 }
+# Layers of ways to others, a folder for each. What stands in a folder is known there and to the layer's own list, and
+# above to those that open one way alone: loops of benchmarks, what Python asks of a library, and a NIC whose queues
+# kernels write, which is opened as the provider for it does. A transport's device part is a type that kernels are
+# compiled with, so all above may include that.
+WAYS = ("src/providers", "src/transports")
+OPEN_ONE_WAY = {"src/transports", "src/measure", "src/bind", "compat/nccl_rma"}
+DEVICE_PART = {"channel.cuh", "wire.h"}
 
 # Room of python/weft -> the rooms that it may import when it is read. Below all: ``_core`` and ``errors``.
 LIBRARY = {"runtime", "collectives", "moe", "transfer", "ops"}
@@ -76,14 +71,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chaos": LIBRARY | {"testing"},
     "demo": LIBRARY | {"testing", "bench"},
 }
-# The lists name every factory: the one line that adding a transport or provider costs outside its folder.
-LISTS = {"transports", "providers"}
-
-# The device part of a transport is a type that kernels are compiled with; on the host target that happens
-# here.
-DEVICE_PART = {"channel.cuh", "wire.h"}
-USE_CHANNELS = {"src/jit", "src/moe", "src/collective"}
-
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 TEXT = re.compile(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"', re.DOTALL)
@@ -113,11 +100,20 @@ PYTHON_ENVIRONMENT_ALLOWED = (
 def layer_of(path: str) -> str | None:
     """Return the layer that a path relative to the root belongs to, or None outside the library."""
     parts = path.split("/")
-    if parts[0] in ("transports", "providers"):
-        return f"{parts[0]}/*" if len(parts) > 2 else parts[0]
     if parts[0] == "include":
         return parts[0]
     return "/".join(parts[:2]) if parts[0] in ("src", "kernels", "compat") and len(parts) > 2 else None
+
+
+def way_of(path: str) -> str | None:
+    """Return the folder of one transport or provider that a path lies in, or None."""
+    parts = path.split("/")
+    return "/".join(parts[:3]) if layer_of(path) in WAYS and len(parts) > 3 else None
+
+
+def below(layer: str) -> set[str]:
+    """Return all layers that one stands on, itself or through others."""
+    return STANDS_ON.get(layer, set()).union(*(below(other) for other in STANDS_ON.get(layer, ())))
 
 
 def resolve(root: Path, includer: str, name: str) -> str | None:
@@ -133,32 +129,28 @@ def check_include(includer: str, included: str) -> str | None:
     source, target = layer_of(includer), layer_of(included)
     if source is None or target is None:
         return None
-    if source.endswith("/*") and target == source:
-        same = includer.split("/")[1] == included.split("/")[1]
-        return None if same else f"{source[:-2]} include each other"
-    if source in USE_CHANNELS and Path(included).name in DEVICE_PART:
-        return None
-    if (
-        target == source
-        or target in MAY_INCLUDE.get(source, ())
-        or (source in LISTS and target == f"{source}/*")
-    ):
-        return None
-    return f"{source} may not include {target}"
+    way = way_of(included)
+    if source == target:
+        is_other = way and way_of(includer) not in (None, way)
+        return f"folders of {source} include each other" if is_other else None
+    if target not in below(source):
+        return f"{source} may not include {target}"
+    is_private = way and source not in OPEN_ONE_WAY and Path(included).name not in DEVICE_PART
+    return f"{source} may not include what is in {way}" if is_private else None
 
 
 def named_meshes(root: Path, path: str, code: str) -> list[str]:
     """Return the transports whose mesh ``code`` names without being theirs, or the list."""
-    if path == "transports/list.h":
+    if path == "src/transports/list.h":
         return []
-    folders = [entry.name for entry in sorted((root / "transports").glob("*")) if entry.is_dir()]
-    others = [name for name in folders if name != "mapped" and not path.startswith(f"transports/{name}/")]
+    folders = [entry.name for entry in sorted((root / "src/transports").glob("*")) if entry.is_dir()]
+    others = [name for name in folders if name != "mapped" and not path.startswith(f"src/transports/{name}/")]
     return [name for name in others if re.search(rf"\b{name.title().replace('_', '')}Mesh\b", code)]
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of every C++ file of the library."""
-    for top in ("include", "src", "transports", "providers", "kernels", "compat/nccl"):
+    for top in ("include", "src", "kernels", "compat"):
         for pattern in SOURCES:
             for path in sorted((root / top).rglob(pattern)):
                 yield path.relative_to(root).as_posix(), path.read_text()
@@ -248,7 +240,7 @@ def breaches(root: Path) -> list[str]:
             if not path.startswith(allowed) and pattern.search(bare if what == "knows torch" else code):
                 found.append(f"{path}: {what}; allowed in: {allowed}")
         found += [
-            f"{path}: names the mesh of {name}; allowed in: transports/{name}/, transports/list.h"
+            f"{path}: names the mesh of {name}; allowed in: src/transports/{name}/, src/transports/list.h"
             for name in named_meshes(root, path, code)
         ]
     for module in sorted((root / "python").rglob("*.py")):

@@ -16,13 +16,13 @@ import check_layers
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/assets/rooms.svg"
-# First part of a room's name -> color of its box.
+# A room, or the first part of its name -> color of its box.
 COLORS = {
     "weft": "#dbe9f6",
     "compat": "#dbe9f6",
     "src": "#e4f2e0",
-    "transports": "#fdf0d5",
-    "providers": "#fdf0d5",
+    "src/transports": "#fdf0d5",
+    "src/providers": "#fdf0d5",
     "kernels": "#f6dede",
 }
 WIDTH, BOX_HEIGHT, GAP, LINE = 760, 50, 8, 13
@@ -34,8 +34,7 @@ def room_of(path: str) -> str | None:
     parts = path.split("/")
     if parts[0] == "python":
         return f"weft.{check_layers.room_of(path)}" if len(parts) > 3 else None
-    layer = check_layers.layer_of(path)
-    return layer.removesuffix("/*") if layer else None
+    return check_layers.layer_of(path)
 
 
 def uses(root: Path) -> dict[str, set[str]]:
@@ -95,8 +94,8 @@ def rows(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def family(room: str) -> str:
-    """Return the first part of a room's name."""
-    return room.replace(".", "/").split("/")[0]
+    """Return what a room's color goes by: its name, or the first part of it."""
+    return room if room in COLORS else room.replace(".", "/").split("/")[0]
 
 
 def draw(graph: dict[str, set[str]]) -> str:

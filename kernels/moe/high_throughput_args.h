@@ -147,8 +147,8 @@ struct RoutePlaces {
   int32_t* send_row;   // [T][R] the token's place among this rank's rows for a peer, or -1
   int32_t* slot_base;  // [T] the token's first place in this rank's combine staging
   int32_t* prefix;     // [R][R] rows that rank j gets from ranks 0..i
-  const int32_t*
-      sum_place;  // [T][R] of ranks that get the token, by a layout; null: combine adds ranks ascending
+  // [T][R] of ranks that get the token, by a layout; null: combine adds ranks ascending.
+  const int32_t* sum_place;
 };
 
 struct NotifyTensors {

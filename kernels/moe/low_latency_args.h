@@ -25,8 +25,8 @@ inline constexpr int64_t kReplyExactLog = 3;
 // Where windows lie in memory of the host that a GPU reads over PCIe, kernels keep in the GPU's memory what they can: see
 // low_latency_watch.cuh.
 struct LowLatencyPage {
-  std::byte*
-      control;  // this rank's copy of LowLatencyControl; null: there is none, and kernels look at the window
+  // This rank's copy of LowLatencyControl; null: there is none, and kernels look at the window.
+  std::byte* control;
   std::byte* own;  // with a control page: [2] of own_bytes, by half: see low_latency_ports.h
   uint64_t own_bytes;
 };
@@ -36,14 +36,13 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset
   uint64_t half_bytes;
-  uint64_t
-      lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
-  uint32_t* masked;  // u32[R]: peers to leave out; null where there is no shrinking
-  uint32_t* silent;  // u32[R], also the host's: 1 for peers that kernels have masked; null as above
-  uint32_t phases;   // kPhaseSend, kPhaseReceive, or both
-  uint32_t
-      call_slot;  // ties the two launches of a call: < kCallSlots, different for calls outstanding together
-  uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
+  // In a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h).
+  uint64_t lines_at;
+  uint32_t* masked;    // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;    // u32[R], also the host's: 1 for peers that kernels have masked; null as above
+  uint32_t phases;     // kPhaseSend, kPhaseReceive, or both
+  uint32_t call_slot;  // ties the two launches of a call: < kCallSlots, another for each outstanding call
+  uint32_t may_mask;   // 1: a silent peer is masked; 0: it is a fault
   uint32_t max_tokens;
   uint32_t tokens;
   uint32_t experts;
@@ -60,8 +59,8 @@ static_assert(sizeof(LowLatencyCall) == 192);
 // A dispatch's tensors, which change from call to call: the binding fills them in, the rest of the arguments is planned.
 struct LowLatencyDispatchMemory {
   const std::byte* x;  // [T] rows of x_row_bytes
-  const std::byte*
-      x_scales;  // [T] rows of scale bytes, of rows that travel as they are; f32, the global scale, with NVFP4
+  // [T] rows of scale bytes, of rows that travel as they are; f32, the global scale, with NVFP4.
+  const std::byte* x_scales;
   const void* topk_idx;       // [T][K] of id_bytes, -1 = none
   const float* topk_weights;  // [T][K], with weights = 1 in the shape; null: none travel
   int32_t* expert_stats;      // [Le] added to, or null
@@ -132,11 +131,10 @@ struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for
   // Where ranks have port peers:
-  uint32_t answer_room;  // answer_room() of the outbox
-  Divisor answer_parts;  // of each reply, which the warps of a block share out
-  uint32_t
-      domain_ranks;  // of this rank's domain; domain_sources: owners that one of them gathers replies for at most
-  uint32_t domain_sources;
+  uint32_t answer_room;     // answer_room() of the outbox
+  Divisor answer_parts;     // of each reply, which the warps of a block share out
+  uint32_t domain_ranks;    // of this rank's domain
+  uint32_t domain_sources;  // owners that one of them gathers replies for, at most
   uint32_t sent_id_bytes;
   uint32_t has_saved_weights;   // 1: topk_weights are of the slots of sent_idx
   const uint32_t* rail_tables;  // RailTables; null where each rank sends its own replies

@@ -10,15 +10,8 @@
 namespace weft {
 namespace low_latency {
 
-// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few.
-// Neither holds for a host core.
-inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 2;
-inline constexpr uint32_t kSendRows = kIsHost ? 1 : 4;
-inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
-inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
-inline constexpr uint32_t kFewRanks =
-    kIsHost || kSumVecs < 4 ? 0 : 4;  // bring so few replies that more of each fit
-inline constexpr uint32_t kOwnRows = kIsHost ? 1 : 4;
+// So few ranks bring so few replies that a lane loads more of each; 0: that fits no lane.
+inline constexpr uint32_t kFewRanks = kReceiveRows <= 4 || kSumVecs < 4 ? 0 : 4;
 
 // The sum of weight * element over the `count` listed rows, for this part of what the layout counts.
 // source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is

@@ -1,13 +1,157 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch_receive.cuh: receives messages: follows the batches of all sources and copies each message to the
-// rows of its experts as the batch's word moves or its lines come, and notes where its answer goes.
+// low_latency_dispatch_receive.cuh: receives counts and messages. One warp of every block waits for the counts of all sources
+// and finds where each source's rows begin among those of an expert; the last block reports. The others follow the batches
+// of all sources and copy each message to the rows of its experts as the batch's word moves or its lines come, and note
+// where its answer goes.
 #pragma once
 
-#include "kernels/moe/low_latency_dispatch_segments.cuh"
+#include "kernels/moe/low_latency_dispatch_call.cuh"
 
 namespace weft {
 namespace low_latency {
+
+inline constexpr uint32_t kCountsInFlight = 8;
+
+// ---- step 3
+
+// The warp: waits for the counts of all sources for all experts here, from word `first` on, as many words as its lanes ask
+// for at once, and notes them in begin(), in the same order. A source that does not say so sends nothing.
+template <class D>
+WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
+  const uint32_t words = d.ranks() * d.local_experts();
+  auto at = [&](uint32_t i) { return first + d.warp.rank() + i * d.warp.size(); };
+  auto source_of = [&](uint32_t i) { return at(i) / d.local_experts(); };
+  auto word_at = [&](uint32_t i) { return d.count_word_at(source_of(i), at(i) % d.local_experts()); };
+  auto is_awaited = [&](uint32_t i) {
+    return at(i) < words && at(i) % d.local_experts() < d.own_experts() && d.sends_rows()[source_of(i)] != 0;
+  };
+  if (at(0) >= words) return;
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, source_of(0));
+  uint64_t seen[kCountsInFlight] = {};
+  auto all_came = [&] {
+    bool came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i)
+      if (at(i) < words) seen[i] = load_relaxed(word_at(i));
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i) {
+      if (!is_awaited(i) || is_of_call(seen[i], d.epoch.number)) continue;
+      traced.set_peer(source_of(i));
+      came = false;
+    }
+    return came;
+  };
+  uint64_t waited_ns = 0;
+  const auto& rule = wait_rule(d.a.call, d.mesh);
+  const bool came = poll(rule, waited_ns, all_came);
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kCountsInFlight; ++i)
+    if (at(i) < words) d.begin()[at(i)] = static_cast<uint32_t>(seen[i]);
+  WEFT_ROLLED
+  for (uint32_t i = 0; !came && i < kCountsInFlight; ++i) {
+    if (!is_awaited(i)) continue;
+    const uint64_t word = load_relaxed(word_at(i));
+    if (is_of_call(word, d.epoch.number)) continue;
+    lose(d.a.call, source_of(i), Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
+    d.sends_rows()[source_of(i)] = 0;
+  }
+}
+
+// The last block, which has least to unpack, looks for ranks that make another call; where that is cheap each block
+// does. The warp.
+template <class D>
+WEFT_DEVICE void check_sources(const D& d) {
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    if (d.sends_rows()[source] != 0 &&
+        (!await_handshake(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
+         !agrees(d.a.call, d.mesh, d.epoch, source, 0)))
+      d.sends_rows()[source] = 0;
+  d.warp.sync();
+}
+
+// The same warp, when it knows how many rows each expert has: begin()[source][expert] becomes a place among all rows.
+template <class D>
+WEFT_DEVICE void pack_segments(const D& d, bool reports) {
+  d.warp.sync();
+  uint32_t before = 0;  // rows of the experts of earlier turns, with their padding
+  WEFT_ROLLED
+  for (uint32_t first = 0; first < d.own_experts(); first += d.warp.size()) {
+    const uint32_t expert = first + d.warp.rank();
+    const uint32_t rows = expert < d.own_experts() ? d.padded(d.expert_rows()[expert]) : 0;
+    const uint32_t at = before + d.warp.scan_exclusive(rows);
+    before = d.warp.broadcast(at + rows, d.warp.size() - 1);
+    WEFT_ROLLED
+    for (uint32_t source = 0; expert < d.own_experts() && source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      if (reports) {
+        const uint32_t next = source + 1 < d.ranks() ? d.begin()[(source + 1) * d.local_experts() + expert]
+                                                     : d.expert_rows()[expert];
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{at + segment} << 32 | (next - segment));
+      }
+      segment += at;
+    }
+  }
+  if (reports && d.warp.rank() == 0 && before > d.a.max_rows)
+    raise(d.a.call.wait.fault, Site::kPackedCapacity, d.a.call.wait.self, 0, d.a.max_rows, before, 0);
+}
+
+// One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
+// The last block also reports them.
+template <class D>
+WEFT_DEVICE void find_segments(const D& d) {
+  const Span traced(d.a.call.wait.trace, Work::kSegments, d.warp.rank() == 0);
+  const bool reports = d.block.index() + 1 == d.block.count();
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    d.sends_rows()[source] = d.present()[source];
+  d.warp.sync();
+  // Before the counts: a rank that makes another call has other counts, and counts that come through a port are there
+  // once the handshake is.
+  if (reports || D::kChecksFirst) check_sources(d);
+  WEFT_ROLLED
+  for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
+    await_counts(d, first);
+  d.warp.sync();
+  WEFT_ROLLED
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
+    uint32_t begin = 0;
+    WEFT_ROLLED
+    for (uint32_t source = 0; source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      const uint32_t count = d.sends_rows()[source] != 0 ? segment : 0;
+      segment = begin;
+      if (reports && !d.is_packed())
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{begin} << 32 | count);
+      begin += count;
+    }
+    if (d.is_packed()) d.expert_rows()[expert] = begin;
+    if (!reports) continue;
+    // With room for R * M rows, only tokens that name an expert more than once can bring too many.
+    if (!d.is_packed() && begin > d.a.expert_rows)
+      raise(d.a.call.wait.fault,
+            d.a.expert_rows < d.ranks() * d.a.call.max_tokens ? Site::kExpertCapacity
+                                                              : Site::kLowLatencyCapacity,
+            d.a.call.wait.self, expert, d.a.expert_rows, begin, 0);
+    d.a.counts[expert] = static_cast<int32_t>(begin);
+    if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
+  }
+  if (d.is_packed()) pack_segments(d, reports);
+  if (reports && d.warp.rank() == 0) {
+    *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
+    d.a.routes[d.routes().lines] = d.sends_lines() ? 1 : 0;
+  }
+  d.warp.sync();
+  if (d.warp.rank() == 0) store_release_block(d.found(), uint32_t{1});
+}
+
+// Every warp: waits until find_segments(), whose own waits are bounded, is done.
+template <class D>
+WEFT_DEVICE void await_segments(const D& d) {
+  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause_near(polls);
+  d.warp.sync();
+}
 
 // Vectors of a message that a lane asks for at once: memory is far.
 inline constexpr uint32_t kVecsInFlight = 4;
@@ -135,10 +279,7 @@ WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, co
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   for (uint32_t k = 0; k < count; ++k) {
     std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
-    if (is_past_caches(d.a.call, d.shape.row_bytes))
-      copy_past_caches(row, from, row_bytes);
-    else
-      copy_by_thread(row, from, row_bytes);
+    copy_row_alone(row, from, row_bytes, is_past_caches(d.a.call, d.shape.row_bytes));
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
@@ -193,7 +334,7 @@ struct Incoming {
     }
     message = reinterpret_cast<const Vec16*>(d.keeps_own(source) ? d.own_message(batch, index)
                                                                  : d.message_from(source, batch, index));
-    has_first = !kIsHost && !d.is_shared();  // which may be for another rank
+    has_first = !kCopiesAlone && !d.is_shared();  // which may be for another rank
     if (has_first) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
@@ -202,8 +343,7 @@ struct Incoming {
   // Where the message's row is: in its body, or where its source keeps it. On the host.
   WEFT_DEVICE const std::byte* row_of_message() const {
     const auto* head = reinterpret_cast<const uint32_t*>(d.head());
-    if (!D::kPorts && head[kHeadKeepsRow] != 0)
-      return near_window(d.mesh, source) + d.source_row_at(source, head[0]);
+    if (head[kHeadKeepsRow] != 0) return near_window(d.mesh, source) + d.source_row_at(source, head[0]);
     return reinterpret_cast<const std::byte*>(message + d.message().head_vecs());
   }
 
@@ -213,7 +353,7 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
-    const bool is_full = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
+    const bool is_full = kCopiesAlone && !layout.lines && d.a.receive_splits.value == 1;
     if (is_full) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
     WEFT_ROLLED
     for (uint32_t first = is_full ? part.last : part.first; first < part.last;
@@ -244,8 +384,8 @@ struct Incoming {
 template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
-  if constexpr (D::kPorts)
-    if (d.a.call.page.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+  if (board_of(d.a.call, d.mesh).control)
+    return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 

@@ -126,8 +126,8 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
 // ranks, each of which has `sources` sources at most. From the outbox:
 struct DomainCombineLayout {
   uint64_t answers;  // [sources][batches][capacity] of the stride: to this rank's sources
-  uint64_t
-      rows;  // [sources][batches][domain_ranks - 1][capacity] of the stride: what the others have for them
+  // [sources][batches][domain_ranks - 1][capacity] of the stride: what the others have for them.
+  uint64_t rows;
   uint64_t slots;  // u32, of the same shape: the token's slot that a row is the first of, plus one; 0: no row
   uint64_t bytes;
 };

@@ -10,7 +10,7 @@
 // in the window.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -95,7 +95,9 @@ class Watcher {
 
   // Where windows have two parts the control page is the window's own control area: near peers store there.
   WEFT_DEVICE bool has_parts() const { return port_places(c_.mesh).records != 0; }
-  WEFT_DEVICE bool is_told_here(uint32_t source) const { return has_parts() && !is_port(c_.mesh, source); }
+  WEFT_DEVICE bool is_told_here(uint32_t source) const {
+    return has_parts() && near_window(c_.mesh, source) != nullptr;
+  }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
@@ -127,7 +129,7 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
   WEFT_ROLLED
   for (uint32_t rounds = 0; load_relaxed(&state->left) < (launches + 1) * kLaunchShare; ++rounds) {
     watcher.look();
-    if constexpr (kIsHost) pause(rounds);
+    pause_near(rounds);
   }
   c.block.sync();
   if (c.block.rank() == 0) store_relaxed(&state->watched, launches + 1);
@@ -136,13 +138,13 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
 // Whether this block watches.
 template <class C>
 WEFT_DEVICE bool is_watching(const C& c) {
-  return c.a.call.page.control && Block{}.index() == 0;
+  return board_of(c.a.call, c.mesh).control && Block{}.index() == 0;
 }
 
 // Every other block, at its end.
 template <class C>
 WEFT_DEVICE void leave_watched(const C& c) {
-  if (!c.a.call.page.control) return;
+  if (!board_of(c.a.call, c.mesh).control) return;
   c.block.sync();
   if (c.block.rank() != 0) return;
   const bool is_last = c.block.index() + 1 == c.block.count();

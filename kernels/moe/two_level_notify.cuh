@@ -93,16 +93,11 @@ WEFT_DEVICE void send_counts(const TwoLevelNotifyArgs& a, Block block, Warp warp
   const uint64_t signal = a.base.at.count_signal + mesh.rank() * 8;
   const uint64_t bytes = round_up(pair_word(a, ranks, a.domains.count) * 4, 16);
   for (uint32_t peer = warp.index(); peer < ranks; peer += block.warps()) {
-    const bool is_far = is_port(mesh, peer);
     const uint64_t outgoing = a.at.counts_out + ((epoch & 1) * ranks + peer) * a.base.at.record_words * 4;
-    const int64_t places = records_of(mesh, peer);
-    std::byte* at = is_far ? mesh.local() + outgoing + places : near_window(mesh, peer) + to;
-    write_record(a, warp, reinterpret_cast<uint32_t*>(at), ranks, peer, rows_to, pairs_to);
-    if (is_far)
-      mesh.to(peer).put_with_signal(warp, in_part(to, places), in_part(outgoing, places), bytes,
-                                    in_part(signal, places), epoch);
-    else if (warp.rank() == 0)
-      put_word(mesh, peer, signal, epoch);
+    const Outgoing<MeshT> record(mesh, peer, near_window(mesh, peer), to, outgoing,
+                                 port_places(mesh).records);
+    write_record(a, warp, reinterpret_cast<uint32_t*>(record.at()), ranks, peer, rows_to, pairs_to);
+    record.send(warp, bytes, signal, epoch);
   }
 }
 

@@ -91,15 +91,18 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 
 }  // namespace
 
-Window::Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes)
+Window::Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes, uint64_t word_bytes)
     : comm_(std::move(comm)), number_(comm_->take_window_number()) {
-  if (comm_->port_windows().have_host_part) host_bytes_ = round_up(port_bytes, kPartMultiple);
+  if (!comm_->port_windows().have_host_part) return;
+  const bool is_short = word_bytes > 0 && comm_->port_windows().are_in_device;
+  port_bytes_ = round_up(port_bytes, kPartMultiple);
+  host_bytes_ = round_up(is_short ? word_bytes : port_bytes, kPartMultiple);
 }
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes,
-                                               uint64_t port_bytes) {
+                                               uint64_t port_bytes, uint64_t word_bytes) {
   WEFT_TRY(comm->check_owner());
-  auto window = std::unique_ptr<Window>(new Window(std::move(comm), port_bytes));
+  auto window = std::unique_ptr<Window>(new Window(std::move(comm), port_bytes, word_bytes));
   WEFT_TRY(window->change_size(bytes, "window.create"));
   window->comm_->add_window(window->number_, window->local(), window->bytes(), window->table());
   window->is_known_ = true;
@@ -163,6 +166,7 @@ Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) 
 
 WindowView Window::view(uint64_t bytes) const {
   WindowView view{number_, bytes, local(), bases_.data(), table_, is_pinned() ? Device{} : comm_->device()};
+  view.port_bytes = has_host_part() ? std::min(port_bytes_, bytes) : bytes;
   view.host_bytes = host_bytes_;
   view.before = before_base(host_bytes_);
   view.payload_in_place = has_host_part() && comm_->port_windows().are_in_device;

@@ -53,19 +53,22 @@ Status check(const ExpertTrafficShape& shape) {
   return Status();
 }
 
-// Fills in how long a phase takes. `mapped_latencies`, `network_latencies`: how many follow one another.
-void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_latencies,
-                double network_latencies) {
+// Fills in how long a phase takes. `mapped_trips`, `network_trips`: what one after another waits for.
+void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips, double network_trips) {
+  const auto us = [](uint64_t bytes, double gb_s) { return static_cast<double>(bytes) / gb_s / 1e3; };
   const double latency =
-      mapped_latencies * machine.mapped_latency_us + network_latencies * machine.network_latency_us;
-  const double mapped = static_cast<double>(phase.mapped_bytes) / machine.mapped_gb_s / 1e3;
-  const double network = static_cast<double>(phase.network_bytes) / machine.network_gb_s / 1e3;
-  const double posting = static_cast<double>(phase.num_puts) / machine.million_puts_per_s;
-  const std::pair<double, Bound> longest =
-      std::max({std::pair{mapped, Bound::kMapped}, std::pair{network, Bound::kNetwork},
-                std::pair{posting, Bound::kPuts}});
-  phase.us = latency + longest.first;
-  phase.bound = longest.first < latency ? Bound::kLatency : longest.second;
+      mapped_trips * machine.mapped_latency_us + network_trips * machine.network_latency_us;
+  const std::pair mapped{us(phase.mapped_bytes, machine.mapped_gb_s), Bound::kMapped};
+  const std::pair network{us(phase.network_bytes, machine.network_gb_s), Bound::kNetwork};
+  const std::pair posting{static_cast<double>(phase.num_puts) / machine.million_puts_per_s, Bound::kPuts};
+  const std::pair pcie{us(phase.network_bytes, machine.pcie_gb_s), Bound::kPcie};
+  const auto time = [](double steps, const std::pair<double, Bound>& longest) {
+    return PhaseTime{steps + longest.first, longest.first < steps ? Bound::kLatency : longest.second};
+  };
+  phase.in_gpu = time(latency, std::max({mapped, network, posting}));
+  // The sender stores over PCIe before a trip, and the receiver reads after it.
+  const double crossings = 2 * network_trips * machine.pcie_latency_us;
+  phase.in_host = time(latency + crossings, std::max({mapped, network, posting, pcie}));
 }
 
 uint64_t whole(double count) {
@@ -88,6 +91,8 @@ const char* to_string(Bound bound) {
       return "mapped links";
     case Bound::kNetwork:
       return "network";
+    case Bound::kPcie:
+      return "PCIe";
     case Bound::kPuts:
       return "puts";
   }
@@ -167,11 +172,10 @@ FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigur
   const uint64_t near_bytes = whole(to_rank * near * bytes);
   // Slots of ports travel whole.
   const uint64_t chunk = batches.capacity * message.stride;
-  FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk, 0,
-               Bound::kLatency},
+  FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk},
               // Rows that came once for a node go on to its other ranks over mapped links.
               {near_bytes + whole(to_rank * others * near * bytes), whole(to_node * others * stride),
-               uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+               uint64_t{shape.nodes - 1} * batches.count, chunk}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
   time_phase(made.per_node, links, 1, far ? 1 : 0);
   return made;
@@ -190,10 +194,10 @@ FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const Lin
   const uint64_t chunk = batches.capacity * shape.result_bytes;
   // Each put of a note, and those of replies.
   FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes),
-               far * (1 + batches.count), chunk, 0, Bound::kLatency},
+               far * (1 + batches.count), chunk},
               // What goes to a rail peer's window in the domain goes over mapped links.
               {near_bytes + whole(of_rank * others * near * bytes), notes + whole(of_node * others * bytes),
-               far + uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+               far + uint64_t{shape.nodes - 1} * batches.count, chunk}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
   time_phase(made.per_node, links, 1, far ? 1 : 0);
   return made;

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "kernels/moe/low_latency_bulk_layout.h"
+#include "kernels/moe/low_latency_layout.h"
 #include "kernels/moe/low_latency_ports.h"
 #include "plan/high_throughput.h"
 

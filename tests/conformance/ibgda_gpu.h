@@ -58,7 +58,7 @@ class IbgdaPosts : public ::testing::TestWithParam<Where> {
     const auto driver = cuda_driver();
     if (!driver.ok()) GTEST_SKIP() << driver.status().message();
     gpus_ = (*driver)->device_count;
-    set_toolchain({"", {}, testing::kSourceDir});
+    set_toolchain({"", {}, testing::kDeviceDir});
     result("gpus", gpus_);
     result("ranks_per_gpu", gpus_ < 2 ? 2 : 1);
   }

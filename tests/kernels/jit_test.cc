@@ -99,7 +99,7 @@ KernelKey layout_key() {
 class JitTest : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
-    set_toolchain({"", {}, testing::kSourceDir});
+    set_toolchain({"", {}, testing::kDeviceDir});
     if (GetParam().is_host()) return;
     if (const auto driver = cuda_driver(); !driver.ok()) GTEST_SKIP() << driver.status().message();
     if (const auto nvrtc = Nvrtc::open(); !nvrtc.ok()) GTEST_SKIP() << nvrtc.status().message();

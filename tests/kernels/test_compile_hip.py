@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = "gfx942"
 COMPILERS = [f"clang++-{version}" for version in range(30, 16, -1)] + ["clang++", "amdclang++"]
 FLAGS = ["-x", "hip", f"--offload-arch={ARCHITECTURE}", "--cuda-device-only", "--no-gpu-bundle-output"]
-FREESTANDING = ["-nogpulib", "-nogpuinc", "-std=c++20", "-O2", f"-I{ROOT}"]
+FREESTANDING = ["-nogpulib", "-nogpuinc", "-std=c++20", "-O2", f"-I{ROOT}", f"-I{ROOT / 'src'}"]
 
 
 def compile_with(compiler: str, source: str, folder: Path) -> subprocess.CompletedProcess[str]:

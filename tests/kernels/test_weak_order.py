@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Sites that must be among the mutants, and are caught: the kinds of fault that other libraries shipped.
 CAUGHT = [
-    r"transports/mapped/channel\.cuh:\d+ store_release: made relaxed",  # a signal that publishes nothing
-    r"transports/mapped/channel\.cuh:\d+ store_release: of gpu scope",  # ... or to its own GPU alone
+    r"src/transports/mapped/channel\.cuh:\d+ store_release: made relaxed",  # a signal that publishes nothing
+    r"src/transports/mapped/channel\.cuh:\d+ store_release: of gpu scope",  # ... or to its own GPU alone
     r"kernels/core/wait\.cuh:\d+ load_acquire: made relaxed",
     r"kernels/core/grid\.cuh:\d+ block\.sync: dropped",  # blocks finish before their rows
     r"row_pipe_in_bulk\.h:\d+ wait_written: waits for sources only",  # rows that a signal overtakes

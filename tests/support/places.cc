@@ -4,6 +4,7 @@
 namespace weft::testing {
 
 const char* const kSourceDir = WEFT_SOURCE_DIR;
+const char* const kDeviceDir = WEFT_DEVICE_DIR;
 const char* const kStandInsDir = WEFT_STAND_INS;
 const char* const kNcclRmaFile = WEFT_NCCL_RMA;
 

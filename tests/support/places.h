@@ -7,6 +7,7 @@
 namespace weft::testing {
 
 extern const char* const kSourceDir;    // the checkout
+extern const char* const kDeviceDir;    // what kernels are compiled from
 extern const char* const kStandInsDir;  // libraries that stand in for NCCL and NVSHMEM
 extern const char* const kNcclRmaFile;  // libnccl-rma-weft.so; "" where it is part of the test program
 

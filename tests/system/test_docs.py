@@ -15,8 +15,8 @@ from programs import PYTHON, run_program, torchrun
 from weft import cli, transfer
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "providers", "python", "src", "tests", "tools"]
-FOLDERS += ["transports"]
+FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "python", "src", "tests", "tools"]
+FOLDERS += ["src/providers", "src/transports"]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -19,7 +19,7 @@ std::string hex(uint64_t value) {
 // The part of a path below the checkout.
 std::string short_path(const char* file) {
   const std::string path = file;
-  for (const char* top : {"kernels/", "transports/", "tests/"})
+  for (const char* top : {"kernels/", "src/", "tests/"})
     if (const size_t at = path.rfind(top); at != std::string::npos) return path.substr(at);
   return path;
 }

@@ -172,8 +172,14 @@ inline void touch(const std::byte* at) {
 
 }  // namespace detail
 
+// As they say for GPUs (kernels/target/gpu.h). A block is a thread or two; a core looks ahead by itself along a row, and
+// starts anew with every other one; it has neither far memory nor few registers.
+inline constexpr bool kHasFewBlocks = true, kIsAllNear = true, kAsksAhead = true;
+inline constexpr uint32_t kSendVecs = 16, kSendRows = 1, kReceiveVecs = 16, kReceiveRows = 1, kOwnRows = 1;
+
 // Copies by one thread as the system's library does, which knows the machine's best way for every size;
 // false where a target has nothing better than a loop over vectors.
+inline constexpr bool kCopiesAlone = true;
 inline bool copy_by_thread(void* dst, const void* src, uint64_t bytes) {
   if (dst != src) std::memcpy(dst, src, bytes);
   return true;
@@ -227,6 +233,17 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
 #else
   return copy_by_thread(dst, src, bytes);
 #endif
+}
+
+// A row, past the caches where it will not be read soon.
+inline bool copy_row_alone(void* dst, const void* src, uint64_t bytes, bool past_caches) {
+  return past_caches ? copy_past_caches(dst, src, bytes) : copy_by_thread(dst, src, bytes);
+}
+// Vectors [first, last) of a row, as many as there is room for.
+template <uint32_t kVecs>
+void load_row_alone(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
+  for (uint32_t v = 0; v < kVecs; ++v)
+    if (first + v < last) held[v] = load_vec(row + first + v);
 }
 
 // Copies a few bytes between places of any alignment.

@@ -8,7 +8,7 @@
 
 namespace weft {
 
-inline constexpr bool kHasBulkCopies = false;
+inline constexpr bool kHasBulkCopies = false, kHasRowQueue = true;
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the
 // stage.

@@ -66,12 +66,15 @@ def _print_ways(args: argparse.Namespace) -> int:
 
     communicator = Communicator()
     of_ranks = ways(communicator)
+    windows = str(communicator.core.port_placement)
     if communicator.rank == 0 and args.json:
-        json.dump({"plan": of_ranks}, sys.stdout, indent=2)
+        json.dump({"plan": of_ranks, "windows": windows}, sys.stdout, indent=2)
         print()
     elif communicator.rank == 0:
         console = make_console(args.wide)
         ways_table(of_ranks).print(console)
+        if windows:
+            console.print(f"Windows lie in {windows}", highlight=False, markup=False)
         if communicator.size == 1:
             console.print("One rank has no peers: start this as the job, torchrun ... -m weft info --plan")
     return 0

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_answer.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
+// low_latency_combine_send.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
 // brought: a reply for each message or row, built at its place in the owner's window, then the batch's word there, unless
 // the replies are lines.
 #pragma once
 
-#include "kernels/moe/low_latency_combine_ports.cuh"
 #include "kernels/moe/low_latency_combine_sum.cuh"
 
 namespace weft {
@@ -65,16 +64,7 @@ struct RowSource {
     WEFT_UNROLL
     for (uint32_t r = 0; r < kRows; ++r) {
       if (row + r >= count) continue;
-      const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
-      if (kIsHost && !layout.lines) {
-        load_side_by_side(held[r], vecs, first, last);
-        continue;
-      }
-      WEFT_UNROLL
-      for (uint32_t v = 0; v < kVecs; ++v) {
-        const uint32_t index = first + v * c.warp.size();
-        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
-      }
+      layout.load_row(c.warp, held[r], reinterpret_cast<const Vec16*>(row_of(row + r)), first, last);
     }
     is_ready = is_ready || await_owner();
     return is_ready;
@@ -100,7 +90,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply)) {
     const VecLayout layout{m.as_lines, c.row_vecs(), c.tag()};
-    const bool is_ready = kIsHost && !layout.lines;  // weights are listed before rows are
+    const bool is_ready = layout.is_only_one();  // weights are listed before rows are
     if (is_ready && !await_owner()) return false;
     const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner, is_ready};
     bool is_made = false;
@@ -108,11 +98,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
       using Element = decltype(element);
       const auto weight_of = [&](uint32_t row) { return c.weights()[row]; };
       const auto put = [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
-        auto* vecs = reinterpret_cast<Vec16*>(reply);
-        if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
-          store_vec(vecs + index, Element::round(sums));
-        else
-          layout.store(vecs, index, Element::round(sums));
+        layout.store(reinterpret_cast<Vec16*>(reply), index, Element::round(sums));
       };
       const Range part = range_of(c, m, layout);
       is_made = (is_ready && sum_by_thread<Element>(c, part, count, row_of, weight_of, reply)) ||
@@ -144,12 +130,13 @@ WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
   }
 }
 
-// On the host: asks for the rows of a message that is answered next, and for where its reply goes.
+// Where kAsksAhead: asks for the rows of a message that is answered next, and for where its reply goes.
 template <class C>
 WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
+  if (!kAsksAhead) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   // Replies to port peers stand side by side.
-  bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
+  bool has_place = C::Delivery::kOwnersPlace || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     const int32_t row = m.record[1 + k];
     if (row < 0) continue;
@@ -184,15 +171,15 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, if it sends any, unless these are lines. On the host, where that is cheap, and
-// where notes gave places, it also leaves out an owner that makes another call. The warp.
+// Waits for an owner's weights, if it sends any, unless these are lines. Where that is cheap, and where
+// notes gave places, it also leaves out an owner that makes another call. The warp.
 template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool is_ready = true;
-  if (((c.takes_own_weights() && !c.has_lines()) || kIsHost || C::kPorts) && c.warp.rank() == 0) {
+  constexpr bool kChecks = kIsAllNear || C::Delivery::kOwnersPlace;
+  if (((c.takes_own_weights() && !c.has_lines()) || kChecks) && c.warp.rank() == 0) {
     is_ready = await_handshake(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
-    if (is_ready && (kIsHost || C::kPorts))
-      is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+    if (is_ready && kChecks) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
   return !c.warp.any(!is_ready);
 }
@@ -216,26 +203,20 @@ WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, u
 template <class C>
 struct MappedReplies {
   const C& c;
+  uint32_t owner;
+  uint32_t batch;
 
   WEFT_DEVICE std::byte* place(const Message& m, uint32_t token, const uint32_t* slot) const {
     return near_window(c.mesh, m.owner) + c.reply_at(token, *slot, m.as_lines);
   }
   WEFT_DEVICE void leave_out() const {}
-  WEFT_DEVICE void finish(const Message& m, uint32_t batch, uint32_t messages) const {
+  WEFT_DEVICE void finish(const Message& m, uint32_t messages) const {
     if (c.warp.rank() == 0 && !m.as_lines)
       c.mesh.to(m.owner).put_value(
           word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), batch * c.a.pieces.value + m.piece),
           c.epoch.number * kWordEpoch | kWordDone | messages);
   }
 };
-
-template <class C>
-WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
-  if constexpr (C::kPorts)
-    return PortReplies<C>(c, owner, batch);
-  else
-    return MappedReplies<C>{c};
-}
 
 // The bits of the weights of a message's slots: those that came with the dispatch, or those of its owner.
 template <class C>
@@ -357,13 +338,13 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
     is_ready = is_ready || owner_agrees(c, owner);
     return is_ready;
   };
-  if (C::kPorts && !await_owner()) return;  // the owner says where its replies stand
-  auto replies = replies_to<C>(c, owner, batch);
+  if (C::Delivery::kOwnersPlace && !await_owner()) return;
+  typename C::Delivery::template Replies<C> replies{c, owner, batch};
   WEFT_ROLLED
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
     if (c.a.signals && !await_rows(c, m.record)) return;
-    if (kIsHost && index + 1 < messages)
+    if (index + 1 < messages)
       ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.part, m.as_lines});
     if (count == 0) {
       replies.leave_out();
@@ -374,7 +355,7 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
       return;
     c.warp.sync();
   }
-  replies.finish(m, batch, messages);
+  replies.finish(m, messages);
 }
 
 // Owners start with this rank's successor; its own tokens come last, when their weights have surely come, or are summed
@@ -391,6 +372,33 @@ WEFT_DEVICE void answer_batches(const C& c) {
     answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces, at % parts);
   }
 }
+
+struct MappedCombine {
+  template <class C>
+  using Replies = MappedReplies<C>;
+  static constexpr bool kOwnersPlace = false;
+
+  template <class C>
+  static WEFT_DEVICE uint64_t weights_at(const C& c, uint32_t owner, uint32_t token) {
+    return c.part_at(c.a.call.lines != 0) + c.layout().weights +
+           (uint64_t{owner} * c.a.call.max_tokens + token) * weights_stride(c.top_k());
+  }
+  static WEFT_DEVICE const Divisor& reply_parts(const LowLatencyCombineArgs& a) { return a.pieces; }
+  template <class C>
+  static WEFT_DEVICE int32_t reply_number(const C&, uint32_t /*token*/, uint32_t slot) {
+    return static_cast<int32_t>(slot);
+  }
+  template <class C>
+  static WEFT_DEVICE const std::byte* reply(const C& c, uint32_t /*peer*/, uint32_t token, int32_t number,
+                                            bool lines) {
+    return c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(number), lines);
+  }
+  template <class C>
+  static WEFT_DEVICE void send(const C& c) {
+    send_weights(c);
+    answer_batches(c);
+  }
+};
 
 }  // namespace low_latency
 }  // namespace weft

@@ -96,7 +96,7 @@ class PeerQueue {
     bool has_put;  // ... or a record with a small put
     uint32_t imm = 0;
     std::shared_ptr<transfer::Remote> registration = nullptr;  // of the peer, to which it goes; else null
-    bool is_in_host = false;                                   // a put of which an end is memory of the host
+    bool is_in_host = false;                                   // a put or get of which an end is memory of the host
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -122,6 +122,7 @@ class PeerQueue {
         host_puts_(tally_operation("proxy.put.host", "proxy")),
         signal_writes_(tally_operation("proxy.signal", "proxy")),
         gets_(tally_operation("proxy.get", "proxy")),
+        host_gets_(tally_operation("proxy.get.host", "proxy")),
         rank_(rank),
         flushed_(flushed),
         is_self_(rank == traffic.self) {}
@@ -166,7 +167,7 @@ class PeerQueue {
   void notify(uint32_t imm);
 
   Traffic& traffic_;
-  TallyOperation &puts_, &host_puts_, &signal_writes_, &gets_;  // of this process
+  TallyOperation &puts_, &host_puts_, &signal_writes_, &gets_, &host_gets_;  // of this process
   const int rank_;
   uint64_t* const flushed_;  // this peer's word, which device code polls
   const bool is_self_;

@@ -249,6 +249,7 @@ bool PeerQueue::post_get(Queued& get) {
     return false;
   }
   gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false});
+  gets_in_flight_.back().is_in_host = piece->is_in_host;
   ++gets_posted_;
   note_posted(get, piece->bytes);
   return true;
@@ -263,8 +264,8 @@ bool PeerQueue::take_gets() {
     gets_in_flight_.pop_front();
     release(done.bytes);
     any = true;
-    count_up(gets_.calls, 1);
-    count_up(gets_.bytes, done.bytes);
+    count_one(gets_, done.bytes);
+    if (done.is_in_host) count_one(host_gets_, done.bytes);
     add_time(gets_, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(gets_.errors, 1);
@@ -344,13 +345,9 @@ bool PeerQueue::take_finished() {
     ++finished_;
     any = true;
     TallyOperation& counted = done.is_put ? puts_ : signal_writes_;
-    count_up(counted.calls, 1);
-    count_up(counted.bytes, done.bytes);
+    count_one(counted, done.bytes);
     add_time(counted, tally_now_ns() - done.since_ns);
-    if (done.is_in_host) {
-      count_up(host_puts_.calls, 1);
-      count_up(host_puts_.bytes, done.bytes);
-    }
+    if (done.is_in_host) count_one(host_puts_, done.bytes);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
       if (done.registration && done.registration->is_revoked() && peer_->is_alive()) {  // its call has failed

@@ -233,7 +233,7 @@ class ProxyLink : public Link {
 
   // Bytes from its first one that ports may write to.
   static uint64_t reach_of(const WindowView& window) {
-    return window.before + (window.host_bytes > 0 ? std::min(window.host_bytes, window.bytes) : window.bytes);
+    return window.before + window.port_bytes;
   }
 
   // Places count from the host part on, where there is one.
@@ -244,7 +244,7 @@ class ProxyLink : public Link {
     own.host = {0, host_bytes, nullptr};
     WEFT_TRY_ASSIGN(own.host.memory, engine_->enroll({own.base, host_bytes}, kAccess));
     if (!window.payload_in_place) return own;
-    own.device = {window.before, std::min(window.host_bytes, window.bytes), nullptr};
+    own.device = {window.before, window.port_bytes, nullptr};
     WEFT_TRY_ASSIGN(own.device.memory, register_in_place(window.local, own.device.bytes, window.place));
     return own;
   }

@@ -385,7 +385,7 @@ struct VecLayout {
   template <uint32_t kVecs>
   WEFT_DEVICE void load_row(Warp warp, Vec16 (&held)[kVecs], const Vec16* row, uint32_t first,
                             uint32_t last) const {
-    if (is_only_one()) return load_row_alone(held, row, first, last);
+    if (is_only_one()) return load_row_by_thread(held, row, first, last);
     WEFT_UNROLL
     for (uint32_t v = 0; v < kVecs; ++v) {
       const uint32_t index = first + v * warp.size();
@@ -397,7 +397,7 @@ struct VecLayout {
   template <uint32_t kVecs, class Row>
   WEFT_DEVICE void load_arrived(Warp warp, Vec16 (&held)[kVecs], Row row, uint32_t first, uint32_t last,
                                 uint32_t& missing, uint32_t bit) const {
-    if (is_only_one()) return load_row_alone(held, row(), first, last);
+    if (is_only_one()) return load_row_by_thread(held, row(), first, last);
     WEFT_UNROLL
     for (uint32_t v = 0; v < kVecs; ++v) {
       const uint32_t index = first + v * warp.size();

@@ -104,7 +104,7 @@ struct ReplySource {
         if (row + r == own)
           sum_own(held[r], first, last);
         else
-          load_row_alone(held[r], reply(row + r), first, last);
+          load_row_by_thread(held[r], reply(row + r), first, last);
       return true;
     }
     const bool has_own = own >= row && own < row + kRows;

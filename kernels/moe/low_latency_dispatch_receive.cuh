@@ -279,7 +279,7 @@ WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, co
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   for (uint32_t k = 0; k < count; ++k) {
     std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
-    copy_row_alone(row, from, row_bytes, is_past_caches(d.a.call, d.shape.row_bytes));
+    copy_row_by_thread(row, from, row_bytes, is_past_caches(d.a.call, d.shape.row_bytes));
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);

@@ -160,9 +160,9 @@ WEFT_DEVICE void send_row_by_thread(const D& d, uint32_t token, const std::byte*
   const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
   const bool past_caches = is_past_caches(d.a.call, d.shape.row_bytes);
   if (d.keeps_rows() && *d.targets() != 0)
-    copy_row_alone(d.mesh.local() + d.source_row_at(d.mesh.rank(), token), row, row_bytes, past_caches);
+    copy_row_by_thread(d.mesh.local() + d.source_row_at(d.mesh.rank(), token), row, row_bytes, past_caches);
   at_places(d, [&](std::byte* place) {
-    if (!d.keeps_rows()) copy_row_alone(place + message.row, row, row_bytes, past_caches);
+    if (!d.keeps_rows()) copy_row_by_thread(place + message.row, row, row_bytes, past_caches);
     if (scale_bytes != 0) copy_by_thread(place + message.scales, scales, scale_bytes);
   });
 }

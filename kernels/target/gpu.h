@@ -60,13 +60,13 @@ WEFT_DEVICE Vec16 divide_lanes(const Vec16& vec, float divisor);
 WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;
 }
-WEFT_DEVICE bool copy_row_alone(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/,
-                                bool /*past_caches*/) {
+WEFT_DEVICE bool copy_row_by_thread(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/,
+                                    bool /*past_caches*/) {
   return false;
 }
 template <uint32_t kVecs>
-WEFT_DEVICE void load_row_alone(Vec16 (& /*held*/)[kVecs], const Vec16* /*row*/, uint32_t /*first*/,
-                                uint32_t /*last*/) {}
+WEFT_DEVICE void load_row_by_thread(Vec16 (& /*held*/)[kVecs], const Vec16* /*row*/, uint32_t /*first*/,
+                                    uint32_t /*last*/) {}
 
 // Copies a few bytes between places of any alignment.
 template <uint32_t kBytes>

@@ -236,12 +236,12 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
 }
 
 // A row, past the caches where it will not be read soon.
-inline bool copy_row_alone(void* dst, const void* src, uint64_t bytes, bool past_caches) {
+inline bool copy_row_by_thread(void* dst, const void* src, uint64_t bytes, bool past_caches) {
   return past_caches ? copy_past_caches(dst, src, bytes) : copy_by_thread(dst, src, bytes);
 }
 // Vectors [first, last) of a row, as many as there is room for.
 template <uint32_t kVecs>
-void load_row_alone(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
+void load_row_by_thread(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
   for (uint32_t v = 0; v < kVecs; ++v)
     if (first + v < last) held[v] = load_vec(row + first + v);
 }

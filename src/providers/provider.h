@@ -142,7 +142,7 @@ enum class EventKind : uint8_t {
   kReceived,  // a posted receive holds `bytes` bytes
   kImm,       // a peer's write with an immediate has arrived
   kServed,    // bytes of a peer came or went; polling again soon is worth while. Not every rail can tell
-  kGone,      // the process of the peer that `from` leads to has ended, for certain; text. Not every rail can tell
+  kGone,  // the process of the peer that `from` leads to has ended, for certain; text. Not every rail can tell
 };
 
 struct Event {

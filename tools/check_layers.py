@@ -30,8 +30,8 @@ SOURCES = ("*.h", "*.cc", "*.cuh")
 # Layer -> those that it stands on. It may include them, what they stand on, and so on down: no arrow points up.
 STANDS_ON: dict[str, set[str]] = {
     "include": set(),
-    "src/plain": set(),  # where a build's additions to the library's lists stand; measure/extra in its place
-    "src/base": {"include", "src/plain"},
+    "src/no_measure": set(),  # where a build's additions to the library's lists stand; measure/extra in its place
+    "src/base": {"include", "src/no_measure"},
     "src/topology": {"src/base"},
     "src/bootstrap": {"src/topology"},
     "src/memory": {"src/bootstrap"},
@@ -118,7 +118,7 @@ def below(layer: str) -> set[str]:
 
 def resolve(root: Path, includer: str, name: str) -> str | None:
     """Return the path, relative to the root, of an included file of the library; None for anything else."""
-    for folder in (str(Path(includer).parent), "src", ".", "include", "kernels", "src/plain"):
+    for folder in (str(Path(includer).parent), "src", ".", "include", "kernels", "src/no_measure"):
         if (root / folder / name).is_file():
             return (root / folder / name).resolve().relative_to(root.resolve()).as_posix()
     return None

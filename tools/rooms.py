@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the rooms of the tree, and which of them each uses, from its includes and imports: docs/assets/rooms.svg.
+"""Draws the rooms of the tree, what each does, and which others its includes and imports use: docs/assets/rooms.svg.
 
 Usage: python tools/rooms.py [--check]. With --check it writes nothing and returns 1 if the picture is not current.
 A room stands above all that it uses. What it uses only through another one is left out, and so is what a Python
@@ -26,7 +26,38 @@ COLORS = {
     "src/providers": "#fdf0d5",
     "kernels": "#f6dede",
 }
-WIDTH, BOX_HEIGHT, GAP, LINE = 760, 50, 8, 13
+# A room -> what it does, in a few words.
+DOES = {
+    "measure": "measures, tries and tests the library",
+    "weft.demo": "trains a small model through Weft",
+    "weft.collectives": "all_reduce and others; programs; tuning",
+    "weft.moe": "dispatch and combine: Buffer, P2PAllToAll",
+    "weft.ops": "operators for torch.compile",
+    "weft.transfer": "TransferEngine; resharding of tensors",
+    "weft.runtime": "communicators, memory, the machine, reports",
+    "compat/nccl": "libnccl.so.2, served by Weft",
+    "compat/nccl_rma": "a network for NCCL's GIN",
+    "src/bind": "Python to C++ and back",
+    "src/collective": "runs collectives; words of their faults",
+    "src/moe": "runs dispatch, combine; words of faults",
+    "src/jit": "compiles, keeps and launches kernels",
+    "src/comm": "who reaches whom; windows",
+    "src/transports": "ways to peers: mapped memory, ports, signals",
+    "src/transfer": "moves bytes between processes, over networks",
+    "src/providers": "networks under the transfer engine",
+    "src/memory": "memory that processes share",
+    "src/plan": "pure: grids and sizes of calls",
+    "src/bootstrap": "ranks find and watch each other",
+    "src/topology": "GPUs, NICs and links here",
+    "src/base": "status, log, settings, deadlines, processes",
+    "src/no_measure": "empty lists, where measure is absent",
+    "kernels/moe": "kernels of dispatch, combine",
+    "kernels/collective": "kernels of collectives",
+    "kernels/core": "channels, waits, faults, copies, lines",
+    "kernels/target": "the platform: loads, atomics, groups, time",
+}
+LEGEND = "weft.x is python/weft/x"
+WIDTH, BOX_HEIGHT, GAP, LINE = 760, 63, 8, 13
 LETTER = 6  # width of a letter of the small text, at most
 
 
@@ -104,7 +135,7 @@ def family(room: str) -> str:
 def draw(graph: dict[str, set[str]]) -> str:
     """Return the picture: a row of boxes for each level, as wide as all others."""
     levels, shown = rows(graph), direct(graph)
-    height = GAP + len(levels) * (BOX_HEIGHT + GAP)
+    height = GAP + len(levels) * (BOX_HEIGHT + GAP) + LINE
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
@@ -119,8 +150,12 @@ def draw(graph: dict[str, set[str]]) -> str:
             )
             out.append(f'<text x="{x + 8}" y="{y + 16}" font-size="13" font-weight="bold">{room}</text>')
             names = f"uses {', '.join(sorted(shown[room]))}" if shown[room] else ""
-            for line, text in enumerate(textwrap.wrap(names, (wide - 16) // LETTER)):
+            lines = [
+                line for text in (DOES[room], names) for line in textwrap.wrap(text, (wide - 16) // LETTER)
+            ]
+            for line, text in enumerate(lines):
                 out.append(f'<text x="{x + 8}" y="{y + 30 + line * LINE}" font-size="11">{text}</text>')
+    out.append(f'<text x="{GAP}" y="{height - GAP // 2}" font-size="11">{LEGEND}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

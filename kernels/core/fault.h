@@ -10,7 +10,8 @@
 
 namespace weft {
 
-// Which wait failed. The host turns it into words (src/moe/fault_text.cc).
+// Which wait failed. The host turns it into words: src/moe/fault_text.cc, and of a collective program
+// src/collective/runner_fault.cc.
 enum class Site : uint32_t {
   kNone = 0,
   kCounts,                  // dispatch: the counts of a peer

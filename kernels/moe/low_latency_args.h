@@ -23,7 +23,7 @@ inline constexpr int64_t kReplyReducedLog = 2;  // the same two, as LogFMT where
 inline constexpr int64_t kReplyExactLog = 3;
 
 // Where windows lie in memory of the host that a GPU reads over PCIe, kernels keep in the GPU's memory what they can: see
-// low_latency_watch.cuh.
+// low_latency_poller.cuh.
 struct LowLatencyPage {
   // This rank's copy of LowLatencyControl; null: there is none, and kernels look at the window.
   std::byte* control;

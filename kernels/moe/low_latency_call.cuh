@@ -19,12 +19,12 @@ namespace low_latency {
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
-// The blocks of a launch that do its work. Where there is a control page, the first block watches for the others: it
+// The blocks of a launch that do its work. Where there is a control page, the first block polls for the others: it
 // starts before them.
 struct Workers : Block {
-  uint32_t watching;
-  WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
-  WEFT_DEVICE uint32_t count() const { return Block::count() - watching; }
+  uint32_t pollers;
+  WEFT_DEVICE uint32_t index() const { return Block::index() - pollers; }
+  WEFT_DEVICE uint32_t count() const { return Block::count() - pollers; }
 };
 // The page of a kernel that has ports.
 template <class MeshT>
@@ -73,7 +73,7 @@ WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh,
   if (std::byte* control = board_of(call, mesh).control) return control + (offset - call.region);
   return mesh.local() + offset;
 }
-// The same of what a peer puts there. Where a block watches, it copies to the control page what ports put.
+// The same of what a peer puts there. Where a block polls for all, it copies to the control page what ports put.
 template <class MeshT>
 WEFT_DEVICE std::byte* control_from(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
                                     uint64_t offset) {

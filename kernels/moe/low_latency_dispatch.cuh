@@ -19,7 +19,7 @@
 
 #include "kernels/moe/low_latency_dispatch_receive.cuh"
 #include "kernels/moe/low_latency_dispatch_send.cuh"
-#include "kernels/moe/low_latency_watch.cuh"
+#include "kernels/moe/low_latency_poller.cuh"
 
 namespace weft {
 
@@ -30,8 +30,8 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
                                         Warp{}, {},   {}};
   d.keep_layouts();
   auto* shared_epoch = d.template at<uint64_t>(0);
-  if (low_latency::is_watching(d))
-    return low_latency::watch(d, low_latency::join(a.call, Block{}, d.warp, mesh), shared_epoch);
+  if (low_latency::is_poller(d))
+    return low_latency::poll_for_launch(d, low_latency::join(a.call, Block{}, d.warp, mesh), shared_epoch);
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, d.warp, mesh);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
@@ -53,7 +53,7 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
     low_latency::receive_batches(d);
   }
-  low_latency::leave_watched(d);
+  low_latency::tell_poller(d);
 }
 
 }  // namespace weft

@@ -32,9 +32,9 @@ inline constexpr uint32_t kCallSlots = 64;  // calls whose receive phase may be 
 struct LowLatencyState {
   uint64_t started;      // kLaunchShare for each launch with a send phase: see begin_call()
   uint64_t received[2];  // by half: the last call that was received whole
-  uint64_t watched;      // launches that the watching block has seen the end of
+  uint64_t polled;       // launches that the polling block has seen the end of
   uint64_t left;         // kLaunchShare for each launch whose other blocks have all come to their end
-  uint64_t raised;       // of the fault box, as the watching block last saw it
+  uint64_t raised;       // of the fault box, as the polling block last saw it
   uint64_t call_epoch[kCallSlots];
 };
 static_assert(sizeof(LowLatencyState) == 48 + 8 * kCallSlots);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every setting of Weft, once: name, type, default, help. The only place that reads the environment.
+// Every setting of Weft, once: name, type, default, help. config.cc alone reads the environment.
 //   config().timeout_s                      // read once, at first use, then constant
 //   for (const OptionRow& row : config_table()) ...   // what `weft info --config` prints
 // The environment variable of an option is WEFT_ and its name in capitals: WEFT_TIMEOUT_S. Seconds (_s) and

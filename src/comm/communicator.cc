@@ -9,7 +9,7 @@
 #include "base/log.h"
 #include "base/proof.h"
 #include "base/tally.h"
-#include "comm/choice.h"
+#include "comm/transport_choice.h"
 
 namespace weft {
 namespace {

@@ -21,7 +21,7 @@
 #include "bootstrap/fd_exchange.h"
 #include "bootstrap/peer_watch.h"
 #include "bootstrap/tcp_bootstrap.h"
-#include "comm/choice.h"
+#include "comm/transport_choice.h"
 #include "memory/range.h"
 #include "transports/transport.h"
 

@@ -4,8 +4,8 @@
 // (docs/decisions/0059-windows-lie-in-gpu-memory-where-a-nic-reaches-it.md).
 #include "base/config.h"
 #include "base/log.h"
-#include "comm/choice.h"
 #include "comm/communicator.h"
+#include "comm/transport_choice.h"
 
 namespace weft {
 

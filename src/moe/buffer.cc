@@ -116,7 +116,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,
                   agree_on_low_latency(*comm, levels ? levels->domains() : DomainPlan{}));
-  terms.is_watched = limits.is_cuda && window->has_host_part();
+  terms.has_poller = limits.is_cuda && window->has_host_part();
   std::unique_ptr<LocalMemory> gave_up;
   if (levels && window->is_pinned()) {  // what kernels ask again and again is near
     WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));

@@ -133,10 +133,10 @@ struct LowLatencyTerms {
   LinkFigures links = {};   // between domains, the least of any rank: what their planner goes by
   std::shared_ptr<LocalMemory> page =
       {};  // of make_low_latency_page(): this rank's; null: kernels look at the window
-  bool is_watched =
+  bool has_poller =
       false;  // a block polls for the others, as with a control page; the window has a host part
 };
-// The control page of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as
+// The control page of a region of `region_bytes` of a rank with port peers (low_latency_poller.cuh). It lives as long as
 // the region, and what serves the same region gets the same. Errors: kSystem where the device has no room.
 Result<std::shared_ptr<LocalMemory>> make_low_latency_page(const Communicator& comm, uint64_t region_bytes,
                                                            const DomainPlan& domains);
@@ -230,8 +230,8 @@ class LowLatency {
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
-  // Whether a block watches for the others, and copies what ports tell to where they look.
-  bool has_page() const { return has_ports() && (terms_.page != nullptr || terms_.is_watched); }
+  // Whether a block polls for the others, and copies what ports tell to where they look.
+  bool has_page() const { return has_ports() && (terms_.page != nullptr || terms_.has_poller); }
   // Of this rank's control area, where its kernels look.
   std::byte* control() const;
   LowLatencyPage page(uint64_t own_bytes) const;

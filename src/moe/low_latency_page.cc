@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The control page of a LowLatency (low_latency_watch.cuh), and the rail tables there or in the window.
+// The control page of a LowLatency (low_latency_poller.cuh), and the rail tables there or in the window.
 #include <algorithm>
 
 #include "memory/device_memory.h"

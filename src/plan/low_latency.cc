@@ -22,7 +22,7 @@ LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limi
   LowLatencyPlan plan{};
   plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
   if (sizes.grid_sms != 0) plan.blocks = std::min(plan.blocks, sizes.grid_sms);
-  if (sizes.is_watched) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
+  if (sizes.has_poller) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
   plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
   // Blocks of large products go in clusters. Single blocks of a call on some SMs can leave none side by side for the last ones.
   if (sizes.grid_sms != 0 && limits.has_clusters && plan.blocks % 2 == 0) plan.blocks_per_cluster = 2;
@@ -31,7 +31,7 @@ LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limi
 
 // Of all blocks that do a call's work.
 uint32_t working_warps(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t warps_per_block) {
-  return (plan.blocks - (sizes.is_watched ? 1 : 0)) * warps_per_block;
+  return (plan.blocks - (sizes.has_poller ? 1 : 0)) * warps_per_block;
 }
 
 uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits) {

@@ -28,8 +28,7 @@ struct LowLatencySizes {
   uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
   uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
   bool has_ports = false;    // some rank has peers that it does not map: an outbox, no lines, larger batches
-  bool is_watched =
-      false;  // there is a control page: a block of every launch watches (low_latency_watch.cuh)
+  bool has_poller = false;  // there is a control page: a block of every launch polls (low_latency_poller.cuh)
   uint32_t domain_ranks =
       0;  // combine: of this rank's node, whose sums cross once (low_latency_ports.h); 0: none do
   uint32_t grid_sms = 0;  // SMs, or host threads, of each launch of the call at most; 0: all

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The list of providers. A new one adds a line to kMakers.
+// The list of providers. A new one adds a line to makers().
 #include <functional>
 #include <map>
 #include <mutex>

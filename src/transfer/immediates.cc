@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Counters of immediates, and who waits for them.
+// Counters of immediates, and who waits for them. Signals of ports are applied elsewhere: transports/proxy/peer_records.cc.
 #include "transfer/core.h"
 
 namespace weft::transfer {

@@ -23,18 +23,18 @@ uint64_t ports_region_for(const Case& c) {
   return low_latency_bytes_with_ports(c.ranks, region_for(c));
 }
 
-// Whether a block watches for the others, as it does on GPUs.
-struct WatchedCase : PortsCase {
+// Whether a block polls for the others, as it does on GPUs.
+struct PollerCase : PortsCase {
   bool has_page = false;
 
-  friend void PrintTo(const WatchedCase& c, std::ostream* out) {
+  friend void PrintTo(const PollerCase& c, std::ostream* out) {
     PrintTo(static_cast<const PortsCase&>(c), out);
-    *out << (c.has_page ? " watched" : "");
+    *out << (c.has_page ? " with a poller" : "");
   }
 };
 
 // By ranks to a node.
-class LowLatencyPorts : public ::testing::TestWithParam<WatchedCase> {
+class LowLatencyPorts : public ::testing::TestWithParam<PollerCase> {
  protected:
   void SetUp() override { GetParam().set_up(); }
   void TearDown() override { GetParam().tear_down(); }
@@ -45,11 +45,11 @@ class LowLatencyPorts : public ::testing::TestWithParam<WatchedCase> {
 };
 INSTANTIATE_TEST_SUITE_P(
     RanksPerNode, LowLatencyPorts,
-    ::testing::Values(WatchedCase{{"1"}}, WatchedCase{{"1"}, true}, WatchedCase{{"2", false, "node"}},
-                      WatchedCase{{"2", false, "node"}, true}, WatchedCase{{"2", false, "direct"}},
-                      WatchedCase{{"2", false, "direct"}, true}, WatchedCase{{"3", false, "node"}},
-                      WatchedCase{{"3", false, "node"}, true}, WatchedCase{{"1", true}},
-                      WatchedCase{{"2", true, "node"}}));
+    ::testing::Values(PollerCase{{"1"}}, PollerCase{{"1"}, true}, PollerCase{{"2", false, "node"}},
+                      PollerCase{{"2", false, "node"}, true}, PollerCase{{"2", false, "direct"}},
+                      PollerCase{{"2", false, "direct"}, true}, PollerCase{{"3", false, "node"}},
+                      PollerCase{{"3", false, "node"}, true}, PollerCase{{"1", true}},
+                      PollerCase{{"2", true, "node"}}));
 
 TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   const Case cases[] = {{2, 512, 3, 8, 9, kPayloadFp8Exponent},
@@ -122,7 +122,7 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
 // Nodes of 4, 4, 4, 4 and 1: a rank of the last carries for all ranks of the others.
 TEST(LowLatencyNodes, SeventeenRanksOverFiveNodes) {
   for (const bool has_page : {false, true}) {
-    const WatchedCase nodes{{"4", false, "node"}, has_page};
+    const PollerCase nodes{{"4", false, "node"}, has_page};
     nodes.set_up();
     const Case c{17, 64, 6, 34, 12};
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {

@@ -130,8 +130,8 @@ class Rank {
 
   // As a GPU has one, or polls its window where that has a host part.
   LowLatencyTerms with_page(LowLatencyTerms terms, uint64_t region_bytes) {
-    terms.is_watched = window_->has_host_part();
-    if (terms.is_watched) return terms;
+    terms.has_poller = window_->has_host_part();
+    if (terms.has_poller) return terms;
     auto page = make_low_latency_page(*comm_, region_bytes, terms.domains);
     EXPECT_EQ(page.status().message(), "");
     terms.page = std::move(*page);

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from weft.bench.moe import high_throughput, peers
-from weft.bench.moe.setting import Bench, Inputs, Options
+from weft.bench.moe.clock import Bench, Inputs, Options
 from weft.moe.buffer import Buffer
 from weft.moe.elastic import ElasticBuffer
 from weft.testing.ranks import Rank, run_ranks

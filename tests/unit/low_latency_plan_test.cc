@@ -124,8 +124,8 @@ TEST(LowLatencyPlan, SmsOfACallLieSideBySide) {
   EXPECT_EQ(cluster(), 1u);
 }
 
-// A block watches, and what is shared out over warps is shared out over those of the others.
-TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
+// A block polls for all, and what is shared out over warps is shared out over those of the others.
+TEST(LowLatencyPlan, WhereABlockPollsTheOthersShareTheWork) {
   LowLatencySizes sizes{2, 128, 8, 256, 0, 0, true, true};
   for (const uint32_t max_blocks : {1u, 2u, 17u, 132u}) {
     const ComputeLimits limits{true, max_blocks, 1, 227 * 1024};
@@ -138,7 +138,7 @@ TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
     EXPECT_LE(dispatch.receive_splits * 2 * 16, std::max((combine.blocks - 1) * 16, 32u));
   }
   EXPECT_EQ(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kHost).blocks, kHost.host_threads + 1);
-  sizes.is_watched = false;
+  sizes.has_poller = false;
   EXPECT_EQ(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kHost).blocks, kHost.host_threads);
 }
 

@@ -50,6 +50,13 @@ def test_the_picture_of_the_rooms_is_current() -> None:
     assert rooms.PICTURE.read_text() == rooms.draw(rooms.uses(rooms.ROOT))
 
 
+def test_each_box_says_what_its_room_does() -> None:
+    graph = rooms.uses(rooms.ROOT)
+    assert set(rooms.DOES) == set(graph)
+    assert all(3 <= len(words.split()) <= 7 for words in rooms.DOES.values())
+    assert "port" in rooms.DOES["src/transports"]
+
+
 def test_a_room_stands_above_all_that_it_uses() -> None:
     graph = {"src/moe": {"src/plan", "src/base"}, "src/plan": {"src/base"}, "src/base": set[str]()}
     assert rooms.rows(graph) == [["src/moe"], ["src/plan"], ["src/base"]]

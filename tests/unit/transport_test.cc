@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "comm/choice.h"
+#include "comm/transport_choice.h"
 #include "memory/range.h"
 #include "transports/mapped_peers.h"
 

@@ -21,7 +21,7 @@ import torch
 
 from weft import _core
 from weft.bench.moe import check, kernel_time, low_latency, peers
-from weft.bench.moe.setting import Bench, Inputs, Options
+from weft.bench.moe.clock import Bench, Inputs, Options
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import Error, invalid
 from weft.profile.low_latency_runs import add_shape_arguments, make_samples, options_of

@@ -7,7 +7,7 @@ import argparse
 
 import weft
 from weft.bench.moe import low_latency, peers
-from weft.bench.moe.setting import Bench, Inputs, Options
+from weft.bench.moe.clock import Bench, Inputs, Options
 from weft.runtime.tables import integer_from
 
 

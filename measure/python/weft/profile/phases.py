@@ -31,7 +31,7 @@ import torch
 
 from weft import _core
 from weft.bench.moe import kernel_time, low_latency
-from weft.bench.moe.setting import Bench, Inputs, Options
+from weft.bench.moe.clock import Bench, Inputs, Options
 from weft.errors import invalid
 from weft.profile.low_latency_runs import add_shape_arguments, make_samples, options_of
 from weft.runtime import nvrtc

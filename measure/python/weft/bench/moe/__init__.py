@@ -4,7 +4,7 @@ same run.
 
 Started by itself it makes its own ranks (``--ranks``); started by torchrun it takes torchrun's. MB are the bytes
 of the rows that a rank receives, its own included, mean over ranks (low latency: of its (token, expert)
-pairs). How it measures is told in ``weft.bench.moe.setting``.
+pairs). How it measures is told in ``weft.bench.moe.clock``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weft.errors import invalid
 from weft.runtime.tables import integer_from
 
 if TYPE_CHECKING:
-    from weft.bench.moe.setting import Measured, Options
+    from weft.bench.moe.clock import Options
+    from weft.bench.moe.rows import Measured
     from weft.testing.ranks import Rank
 
 DEADLINE_S = 1800.0
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(me: Rank, options: Options) -> Measured:
     """Measure on this rank; collective over ``me.group``. The result is for rank 0 to report."""
     from weft.bench.moe import high_throughput, low_latency, p2p
-    from weft.bench.moe.setting import Bench, Inputs
+    from weft.bench.moe.clock import Bench, Inputs
 
     bench = Bench(me, options)
     inputs = Inputs.make(bench)
@@ -155,7 +156,7 @@ def measure(me: Rank, options: Options) -> Measured:
 
 
 def _options(args: argparse.Namespace, gpus: int) -> Options:
-    from weft.bench.moe.setting import Options
+    from weft.bench.moe.clock import Options
 
     if args.device == "cuda" and not gpus:
         raise invalid("device", "cuda", "cpu: torch sees no GPU here")

@@ -18,19 +18,10 @@ from torch import Tensor
 import weft
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.moe import check, kernel_time, peers
+from weft.bench.moe.clock import Bench, Inputs, Timed
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.network import NetworkSamples, far_messages
-from weft.bench.moe.setting import (
-    Bench,
-    Inputs,
-    Measured,
-    Timed,
-    count_rows,
-    make_row,
-    method_notes,
-    shape_columns,
-    times_of_step,
-)
+from weft.bench.moe.rows import Measured, count_rows, make_row, method_notes, shape_columns, times_of_step
 from weft.bench.report import Note, Row
 from weft.testing import oracle
 

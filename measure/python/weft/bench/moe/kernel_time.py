@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from weft import _core
-from weft.bench.moe.setting import Bench
+from weft.bench.moe.clock import Bench
 from weft.bench.report import Row, slowest_rank
 
 SAMPLES = 20

@@ -23,7 +23,7 @@ from weft.testing import oracle
 from weft.testing.ranks import Rank
 
 if TYPE_CHECKING:
-    from weft.bench.moe.setting import Bench
+    from weft.bench.moe.clock import Bench
     from weft.bench.report import Row
 
 PIECE_BYTES = 256 << 10

@@ -11,14 +11,9 @@ from torch import Tensor
 
 import weft
 from weft.bench.moe import check, high_throughput, p2p_overlap, peers
+from weft.bench.moe.clock import Bench, Inputs
 from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
-from weft.bench.moe.setting import (
-    Bench,
-    Inputs,
-    Measured,
-    method_notes,
-    shape_columns,
-)
+from weft.bench.moe.rows import Measured, method_notes, shape_columns
 from weft.bench.report import Note, Row
 from weft.testing import oracle
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 import weft
 from weft.bench.moe import peers
-from weft.bench.moe.setting import Bench, Inputs, shape_columns
+from weft.bench.moe.clock import Bench, Inputs
+from weft.bench.moe.rows import shape_columns
 from weft.bench.report import Note, Row
 
 SMS = (0, 4, 6, 8, 10, 12, 14, 16)  # 0: all, on the caller's stream

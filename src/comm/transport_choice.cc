@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "comm/choice.h"
+#include "comm/transport_choice.h"
 
 #include <algorithm>
 

@@ -65,6 +65,18 @@ LIBRARIES = {
         r"fid|(?:fid|fi|FI)_\w+",
         ("FI_MAJOR_VERSION", "FI_MINOR_VERSION", "FI_REVISION_VERSION"),
     ),
+    "verbs": Library(
+        "libibverbs",
+        "src/providers/verbs/abi.h",
+        ("infiniband/verbs.h",),
+        r"_?ibv_\w+|IBV_\w+",
+    ),
+    "mlx5": Library(
+        "libmlx5",
+        "src/transports/ibgda/mlx5_abi.h",
+        ("infiniband/mlx5dv.h",),
+        r"mlx5dv_\w+|MLX5DV_\w+|mlx5_wqe_av",
+    ),
 }
 # Types of C, and of the kernel's headers, by their names here.
 TYPES = {"_Bool": "bool"} | {

@@ -23,7 +23,7 @@ struct SocketAddress {
   socklen_t length = 0;  // 0: the GID is no address of IP, or one that needs an interface
 };
 
-SocketAddress address_of(const Gid& gid, uint16_t port) {
+SocketAddress address_of(const ibv_gid& gid, uint16_t port) {
   SocketAddress made;
   const auto is_zero = [&](int from, int to) {
     return std::all_of(gid.raw + from, gid.raw + to, [](uint8_t byte) { return byte == 0; });
@@ -67,7 +67,7 @@ void Socket::close() {
   fd_ = -1;
 }
 
-Listener Listener::at(const Gid& gid) {
+Listener Listener::at(const ibv_gid& gid) {
   Listener made;
   SocketAddress address = address_of(gid, 0);
   if (address.length == 0) return made;
@@ -82,7 +82,7 @@ Listener Listener::at(const Gid& gid) {
   return made;
 }
 
-void Lifeline::dial(const Gid& gid, uint16_t port) {
+void Lifeline::dial(const ibv_gid& gid, uint16_t port) {
   gid_ = gid;
   port_ = port;
   is_connected_ = false;

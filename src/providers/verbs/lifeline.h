@@ -37,7 +37,7 @@ class Socket {
 class Listener {
  public:
   // On an address of this host; port 0 where that is none, or no address at all.
-  static Listener at(const Gid& gid);
+  static Listener at(const ibv_gid& gid);
   uint16_t port() const { return port_; }
 
  private:
@@ -47,13 +47,13 @@ class Listener {
 
 class Lifeline {
  public:
-  void dial(const Gid& gid, uint16_t port);
+  void dial(const ibv_gid& gid, uint16_t port);
   // Whether the process at the other end is gone for certain.
   bool has_ended();
 
  private:
   Socket socket_;
-  Gid gid_{};
+  ibv_gid gid_{};
   uint16_t port_ = 0;
   bool is_connected_ = false;
   bool was_connected_ = false;

@@ -77,6 +77,16 @@ LIBRARIES = {
         ("infiniband/mlx5dv.h",),
         r"mlx5dv_\w+|MLX5DV_\w+|mlx5_wqe_av",
     ),
+    "cuda": Library(
+        "the CUDA driver",
+        "src/base/cuda_abi.h",
+        ("cuda.h",),
+        r"CU\w+|cu[A-Z]\w+|cuuint\d+_t",
+        ("CUDA_VERSION / 1000", "CUDA_VERSION % 1000 / 10"),
+        cuda_folders(),
+        ("-D__CUDA_API_VERSION_INTERNAL",),  # every version of a function under its own name
+        has_licence=False,
+    ),
 }
 # Types of C, and of the kernel's headers, by their names here.
 TYPES = {"_Bool": "bool"} | {

@@ -22,6 +22,7 @@ MISSING = {
     "fabric": "libfabric's headers are not installed (package libfabric-dev)",
     "verbs": "libibverbs' headers are not installed (package libibverbs-dev)",
     "mlx5": "libmlx5's headers are not installed (package libibverbs-dev)",
+    "cuda": "cuda.h is not installed (pip install nvidia-cuda-runtime)",
 }
 # rdma-core 56 appended a field, and the symbol that is called leaves it alone.
 MAY_BE_LONGER = {"ibv_port_attr"}
@@ -149,6 +150,7 @@ def test_a_header_agrees_with_the_installed_release(name: str, tmp_path: Path) -
         ),
         ("verbs", ("handle, lkey, rkey;", "handle, rkey;"), "ibv_mr.rkey"),
         ("mlx5", ("uint64_t tir_icm_addr", "uint32_t tir_icm_addr"), "mlx5dv_qp.tir_icm_addr"),
+        ("cuda", ("cuInit(unsigned int Flags)", "cuInit(unsigned long Flags)"), "cuInit"),
     ],
 )
 def test_what_does_not_agree_is_named(name: str, change: tuple[str, str], said: str, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ class Workers:
         shares: dict[tuple[Any, ...], Share] = {}
         for place, item in enumerate(session.items):
             shares.setdefault(_share_of(item), []).append(place)
-        together = [share for (is_alone, *_), share in shares.items() if not is_alone]
+        together = [share for (runs_last, *_), share in shares.items() if not runs_last]
         self._run(session, together, self._count)
-        self._run(session, [share for (is_alone, *_), share in shares.items() if is_alone], 1)
+        self._run(session, [share for (runs_last, *_), share in shares.items() if runs_last], 1)
 
     def _run(self, session: pytest.Session, shares: list[Share], count: int) -> None:
         # What takes long begins early: faults, which wait for deadlines, then by the number of tests.

@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kSlotBytes = 128 << 10, kUnusedSlotBytes = 4 << 10;
 
-// What a rank tells the others first. All run the same build, which the ticket's magic and `bytes` check.
+// What a rank tells the others first. All run the same build, which the id's magic and `bytes` check.
 struct RankDescriptor {
   uint64_t bytes = sizeof(RankDescriptor);
   uint64_t has_real = 0;
@@ -96,11 +96,11 @@ Status ncclComm::init(const ncclUniqueId& id, int rank, int size, const ncclConf
 // Tells everybody what this rank has, and learns the id of the shadow.
 Status ncclComm::meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_have_real) {
   const auto until = weft::Deadline::after_s(weft::config().timeout_s);
-  weft::MeetingTicket ticket;
-  std::memcpy(&ticket, id.internal, sizeof ticket);
-  if (!ticket.is_valid())
+  weft::UniqueId unique_id;
+  std::memcpy(&unique_id, id.internal, sizeof unique_id);
+  if (!unique_id.is_valid())
     return Status::invalid("commId: got bytes that ncclGetUniqueId of this library did not make");
-  WEFT_TRY_ASSIGN(bootstrap_, weft::join_meeting(ticket, rank_, size_, until));
+  WEFT_TRY_ASSIGN(bootstrap_, weft::join_rendezvous(unique_id, rank_, size_, until));
   weft::nccl::RankDescriptor mine;
   mine.is_host = device_.is_host();
   const std::string& forward = weft::config().nccl_forward;
@@ -209,7 +209,7 @@ void ncclComm::adopt(ncclComm_t real) {
   if (user_rank) user_rank(real, &rank_);
 }
 
-// Everybody says its color and key; the first of each color then opens a meeting for it.
+// Everybody says its color and key; the first of each color then opens a rendezvous for it.
 Result<ncclUniqueId> ncclComm::split(int color, int key, int& rank, int& size) {
   std::lock_guard lock(mutex_);
   if (!bootstrap_)
@@ -229,15 +229,15 @@ Result<ncclUniqueId> ncclComm::split(int color, int key, int& rank, int& size) {
     if (wish.color == color) group.push_back(wish);
   }
   std::stable_sort(group.begin(), group.end(), [](const Wish& a, const Wish& b) { return a.key < b.key; });
-  std::string ticket;
+  std::string unique_id;
   if (color != NCCL_SPLIT_NOCOLOR && group.front().rank == rank_) {
-    WEFT_TRY_ASSIGN(const weft::MeetingTicket opened, weft::open_meeting(weft::config().nccl_interface));
-    ticket.assign(reinterpret_cast<const char*>(&opened), sizeof opened);
+    WEFT_TRY_ASSIGN(const weft::UniqueId opened, weft::open_rendezvous(weft::config().nccl_interface));
+    unique_id.assign(reinterpret_cast<const char*>(&opened), sizeof opened);
   }
-  WEFT_TRY_ASSIGN(const std::vector<std::string> tickets, bootstrap_->all_gather(ticket, until));
+  WEFT_TRY_ASSIGN(const std::vector<std::string> ids, bootstrap_->all_gather(unique_id, until));
   ncclUniqueId id{};
   if (color == NCCL_SPLIT_NOCOLOR) return id;
-  const std::string& ours = tickets[group.front().rank];
+  const std::string& ours = ids[group.front().rank];
   std::memcpy(id.internal, ours.data(), std::min(ours.size(), sizeof id.internal));
   size = static_cast<int>(group.size());
   for (int at = 0; at < size; ++at)

@@ -70,7 +70,7 @@ struct ncclComm {
   explicit ncclComm(weft::Device device) : device_(device) {}
   ~ncclComm();
 
-  // Collective over the ranks of the meeting that the id names. Errors: kUnsupported when neither Weft nor
+  // Collective over the ranks of the rendezvous that the id names. Errors: kUnsupported when neither Weft nor
   // the real library can serve; kPeerLost.
   weft::Status init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config);
   // The same over the ranks of this one with the same color. Collective over this one; null for no color.
@@ -129,7 +129,7 @@ struct ncclComm {
   Status run_in_order(std::span<const Operation> operations);
   bool serves(const Operation& operation);
   Status serve(const Operation& operation);
-  Status serve_alone(const Operation& operation);
+  Status serve_one_rank(const Operation& operation);
   Status forward(const std::vector<const Operation*>& operations);
   Status forward_one(const Operation& operation);
   const weft::BookChoice* exchange_for(const Operation& operation) const;
@@ -157,7 +157,7 @@ struct ncclComm {
   bool is_capturing(cudaStream_t stream) const;
 
   static constexpr uint64_t kMagic = 0x5745465443434f4d;
-  static constexpr size_t kKeptPlans = 1024;  // of each kind
+  static constexpr size_t kCachedPlans = 1024;  // of each kind
   const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
   const weft::OwnerProcess owner_;
   const weft::Device device_;

@@ -32,11 +32,11 @@ WEFT_NCCL_API ncclResult_t ncclGetVersion(int* version) {
 
 WEFT_NCCL_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   if (!id) return answer(Status::invalid("uniqueId: got null"));
-  const auto ticket = weft::open_meeting(weft::config().nccl_interface);
-  if (!ticket.ok()) return answer(ticket.status());
+  const auto unique_id = weft::open_rendezvous(weft::config().nccl_interface);
+  if (!unique_id.ok()) return answer(unique_id.status());
   *id = {};
-  static_assert(sizeof(weft::MeetingTicket) <= sizeof(id->internal));
-  std::memcpy(id->internal, &*ticket, sizeof(weft::MeetingTicket));
+  static_assert(sizeof(weft::UniqueId) <= sizeof(id->internal));
+  std::memcpy(id->internal, &*unique_id, sizeof(weft::UniqueId));
   return ncclSuccess;
 }
 
@@ -47,7 +47,7 @@ WEFT_NCCL_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, 
 WEFT_NCCL_API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) {
   return start_init(comm, nranks, &commId, rank, nullptr, current_device());
 }
-// One meeting is enough for as many ranks as Weft has: the first id's.
+// One rendezvous is enough for as many ranks as Weft has: the first id's.
 WEFT_NCCL_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId,
                                                     ncclUniqueId* commIds, ncclConfig_t* config) {
   if (nId < 1) return answer(Status::invalid("nId: got {}, allowed: 1 or more", nId));
@@ -76,12 +76,12 @@ WEFT_NCCL_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
     return refuse(
         answer(Status::invalid("color: got {}, allowed: 0 or more, or NCCL_SPLIT_NOCOLOR", color), comm));
-  Birth birth{newcomm, std::make_unique<ncclComm>(comm->device()), comm, {}, color, key, config != nullptr,
-              {}};
+  PendingInit init{
+      newcomm, std::make_unique<ncclComm>(comm->device()), comm, {}, color, key, config != nullptr, {}};
   if (config)
-    std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
+    std::memcpy(static_cast<void*>(&init.config), config, std::min(config->size, sizeof init.config));
   *newcomm = nullptr;
-  return add_birth(std::move(birth));
+  return add_pending(std::move(init));
 }
 
 // Ranks that are left out take no part, so only the real library can do it.
@@ -191,12 +191,12 @@ WEFT_NCCL_API const char* ncclGetErrorString(ncclResult_t result) {
   return result >= 0 && result < ncclNumResults ? kTexts[result] : "an unknown result";
 }
 WEFT_NCCL_API const char* ncclGetLastError(ncclComm_t comm) {
-  thread_local std::string kept;
-  kept = comm && !comm->last_error().empty() ? comm->last_error() : last_error();
-  if (kept.empty() && comm && comm->real())
+  thread_local std::string message;
+  message = comm && !comm->last_error().empty() ? comm->last_error() : last_error();
+  if (message.empty() && comm && comm->real())
     if (const auto function = real<decltype(&ncclGetLastError)>("ncclGetLastError"))
       return function(comm->real());
-  return kept.c_str();
+  return message.c_str();
 }
 WEFT_NCCL_API void ncclResetDebugInit() {
   if (const auto function = real<decltype(&ncclResetDebugInit)>("ncclResetDebugInit")) function();

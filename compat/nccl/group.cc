@@ -13,20 +13,20 @@
 namespace weft::nccl {
 namespace {
 
-Status give_birth(Birth& birth) {
-  if (!birth.parent) {
-    WEFT_TRY(birth.comm->init(birth.id, birth.rank, birth.size, birth.has_config ? &birth.config : nullptr));
+Status init_one(PendingInit& init) {
+  if (!init.parent) {
+    WEFT_TRY(init.comm->init(init.id, init.rank, init.size, init.has_config ? &init.config : nullptr));
   } else {
     int rank = 0, size = 0;
-    const int color = birth.rank;
-    WEFT_TRY_ASSIGN(const ncclUniqueId id, birth.parent->split(color, birth.size, rank, size));
+    const int color = init.rank;
+    WEFT_TRY_ASSIGN(const ncclUniqueId id, init.parent->split(color, init.size, rank, size));
     if (color == NCCL_SPLIT_NOCOLOR) {
-      *birth.target = nullptr;
+      *init.target = nullptr;
       return {};
     }
-    WEFT_TRY(birth.comm->init(id, rank, size, birth.has_config ? &birth.config : nullptr));
+    WEFT_TRY(init.comm->init(id, rank, size, init.has_config ? &init.config : nullptr));
   }
-  *birth.target = birth.comm.release();
+  *init.target = init.comm.release();
   return {};
 }
 
@@ -34,7 +34,7 @@ using Share = std::span<const Operation>;
 
 // Runs act(0) to act(count - 1), each in a thread of its own where there are several: they may wait for each
 // other.
-Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
+Status run_in_threads(size_t count, const std::function<Status(size_t)>& act) {
   if (count == 1) return act(0);
   std::vector<Status> results(count);
   std::vector<std::thread> threads;
@@ -80,7 +80,7 @@ ncclResult_t run_shares(std::vector<Operation> operations) {
   if (starts_in_turn(shares))
     for (size_t i = 0; i < shares.size(); ++i) (void)run(i);
   else
-    (void)run_beside(shares.size(), run);
+    (void)run_in_threads(shares.size(), run);
   ncclResult_t result = ncclSuccess;
   for (const Status& status : results)
     if (!status.ok()) result = answer(status);
@@ -96,19 +96,19 @@ ncclResult_t run_operations(std::vector<Operation> operations) {
 }
 
 // Splits of one communicator follow one another, as on its other ranks; what else is made may wait for each other.
-ncclResult_t give_births(std::vector<Birth>& births) {
-  std::vector<std::vector<Birth*>> lines;
-  for (Birth& birth : births) {
-    const auto is_sibling = [&](const auto& line) { return birth.parent && line[0]->parent == birth.parent; };
+ncclResult_t init_pending(std::vector<PendingInit>& pending) {
+  std::vector<std::vector<PendingInit*>> lines;
+  for (PendingInit& init : pending) {
+    const auto is_sibling = [&](const auto& line) { return init.parent && line[0]->parent == init.parent; };
     const auto line = std::find_if(lines.begin(), lines.end(), is_sibling);
     if (line == lines.end())
-      lines.push_back({&birth});
+      lines.push_back({&init});
     else
-      line->push_back(&birth);
+      line->push_back(&init);
   }
   if (lines.empty()) return ncclSuccess;
-  return answer(run_beside(lines.size(), [&](size_t i) {
-    for (Birth* birth : lines[i]) WEFT_TRY(give_birth(*birth));
+  return answer(run_in_threads(lines.size(), [&](size_t i) {
+    for (PendingInit* init : lines[i]) WEFT_TRY(init_one(*init));
     return Status();
   }));
 }
@@ -178,7 +178,7 @@ ncclResult_t finish_group() {
   Group group = std::exchange(this_group(), {});
   const ncclResult_t ended = end_real_group(group);
   ncclResult_t result = group.refused == ncclSuccess ? ended : group.refused;
-  if (result == ncclSuccess) result = give_births(group.births);
+  if (result == ncclSuccess) result = init_pending(group.pending);
   if (result == ncclSuccess) result = run_operations(std::move(group.operations));
   for (const OldOperator& old : group.old_operators) {
     const ncclResult_t ended = end_operator(old.comm, old.op);
@@ -205,8 +205,8 @@ ncclResult_t refuse(ncclResult_t result) {
   return result;
 }
 
-ncclResult_t add_birth(Birth birth) {
-  this_group().births.push_back(std::move(birth));
+ncclResult_t add_pending(PendingInit init) {
+  this_group().pending.push_back(std::move(init));
   return this_group().depth ? ncclSuccess : finish_group();
 }
 
@@ -216,11 +216,11 @@ ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int 
   if (size < 1 || rank < 0 || rank >= size)
     return refuse(
         answer(Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, size)));
-  Birth birth{comm, std::make_unique<ncclComm>(device), nullptr, *id, rank, size, config != nullptr, {}};
+  PendingInit init{comm, std::make_unique<ncclComm>(device), nullptr, *id, rank, size, config != nullptr, {}};
   if (config)
-    std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
+    std::memcpy(static_cast<void*>(&init.config), config, std::min(config->size, sizeof init.config));
   *comm = nullptr;
-  return add_birth(std::move(birth));
+  return add_pending(std::move(init));
 }
 
 ncclResult_t submit(Operation operation) {

@@ -12,7 +12,7 @@
 namespace weft::nccl {
 
 // A communicator to be made when the group ends.
-struct Birth {
+struct PendingInit {
   ncclComm_t* target;
   std::unique_ptr<ncclComm> comm;
   ncclComm_t parent;  // of a split; else null
@@ -31,7 +31,7 @@ struct OldOperator {
 struct Group {
   int depth = 0;
   std::vector<Operation> operations;
-  std::vector<Birth> births;
+  std::vector<PendingInit> pending;
   std::vector<OldOperator> old_operators;
   bool is_real_open = false;           // the real library's group, beside this one
   ncclResult_t refused = ncclSuccess;  // the first call that was not accepted: nothing of the group runs then
@@ -52,7 +52,7 @@ void drop_group();
 // Ends an operator, now or when the group has run.
 ncclResult_t end_operator(ncclComm_t comm, ncclRedOp_t op);
 
-ncclResult_t add_birth(Birth birth);
+ncclResult_t add_pending(PendingInit init);
 
 // Gives the result of a call that was not accepted, and keeps it for the end of this thread's group, if it is in one.
 ncclResult_t refuse(ncclResult_t result);

@@ -162,7 +162,7 @@ Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::plan_round(std::vect
   WEFT_TRY_ASSIGN(weft::CollectiveRunner::PlannedRun planned,
                   pairs_->plan({number, Element::kUint8, Reduction::kSum, program.protocol, nullptr, nullptr,
                                 0, program.per_part, false, round.first, round.second, 0, 0, nullptr}));
-  if (planned_rounds_.size() >= kKeptPlans) {
+  if (planned_rounds_.size() >= kCachedPlans) {
     planned_rounds_.clear();
     last_round_ = {};
   }

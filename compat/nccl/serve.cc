@@ -156,7 +156,7 @@ Status ncclComm::run_in_order(std::span<const Operation> operations) {
     if (weft::nccl::is_transfer(operation.function))
       transfers.push_back(&operation);
     else
-      WEFT_TRY(size_ == 1 ? serve_alone(operation) : serve(operation));
+      WEFT_TRY(size_ == 1 ? serve_one_rank(operation) : serve(operation));
   }
   WEFT_TRY(forward(forwarded));
   return exchange(transfers);
@@ -170,11 +170,11 @@ bool ncclComm::starts_at_once(std::span<const Operation> operations) {
   std::set<std::pair<Function, int>> messages;
   for (const Operation& o : operations) {
     // A size of AllToAllv says nothing of the memory that its messages need.
-    const bool is_alone = operations.size() == 1 && o.function != Function::kAllToAllv;
+    const bool is_single = operations.size() == 1 && o.function != Function::kAllToAllv;
     const bool is_first = weft::nccl::is_transfer(o.function) && messages.insert({o.function, o.peer}).second;
     const auto known = served_.find(weft::nccl::kind_of(o));
     const bool is_known = known != served_.end() && o.count <= known->second;
-    if (!is_known || !(is_alone || is_first) || !serves(o)) return false;
+    if (!is_known || !(is_single || is_first) || !serves(o)) return false;
   }
   return true;
 }
@@ -269,7 +269,7 @@ Result<const ncclComm::PlannedCall*> ncclComm::plan_of(const Operation& o) {
   } else {
     WEFT_TRY_ASSIGN(planned, plan_program(o));
   }
-  if (planned_.size() >= kKeptPlans) planned_.clear();
+  if (planned_.size() >= kCachedPlans) planned_.clear();
   return &planned_.emplace(form, std::move(*planned)).first->second;
 }
 
@@ -296,7 +296,7 @@ Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Op
 }
 
 // One rank: every collective is a copy.
-Status ncclComm::serve_alone(const Operation& o) {
+Status ncclComm::serve_one_rank(const Operation& o) {
   if (o.function == Function::kAllToAllv) {
     const weft::nccl::MessageSizes& sizes = *o.sizes;
     if (sizes.src_counts[0] != sizes.dst_counts[0])

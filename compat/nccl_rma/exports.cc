@@ -12,13 +12,13 @@
 namespace weft::nccl_rma {
 namespace {
 
-struct Meeting {  // what listen() gives to the other ranks
+struct Rendezvous {  // what listen() gives to the other ranks
   char magic[8];
   uint32_t protocol;
   uint32_t reserved;
-  MeetingTicket ticket;
+  UniqueId unique_id;
 };
-static_assert(sizeof(Meeting) <= kHandleBytes);
+static_assert(sizeof(Rendezvous) <= kHandleBytes);
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'r', 'm', 'a', 0};
 
 NcclResult result_of(Code code) {
@@ -101,12 +101,12 @@ NcclResult listen(void*, int device, void* handle, void** listener) {
     WEFT_TRY(need("handle", handle));
     WEFT_TRY(need("listenComm", listener));
     WEFT_TRY(Plugin::instance().nic(device).status());
-    WEFT_TRY_ASSIGN(const MeetingTicket ticket, open_meeting(config().interface));
-    Meeting meeting{{}, kProtocol, 0, ticket};
-    std::memcpy(meeting.magic, kMagic, sizeof kMagic);
+    WEFT_TRY_ASSIGN(const UniqueId unique_id, open_rendezvous(config().interface));
+    Rendezvous rendezvous{{}, kProtocol, 0, unique_id};
+    std::memcpy(rendezvous.magic, kMagic, sizeof kMagic);
     std::memset(handle, 0, kHandleBytes);
-    std::memcpy(handle, &meeting, sizeof meeting);
-    *listener = Plugin::instance().listeners.add(std::make_shared<Listener>(Listener{device, ticket}));
+    std::memcpy(handle, &rendezvous, sizeof rendezvous);
+    *listener = Plugin::instance().listeners.add(std::make_shared<Listener>(Listener{device, unique_id}));
     return {};
   });
 }
@@ -120,28 +120,29 @@ NcclResult connect(void*, void* handles[], int ranks, int rank, void* listener, 
       return Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, ranks);
     WEFT_TRY_ASSIGN(const std::shared_ptr<Listener> own, plugin.listeners.find("listenComm", listener));
     WEFT_TRY(need("handles[0]", handles[0]));
-    Meeting meeting;
-    std::memcpy(static_cast<void*>(&meeting), handles[0], sizeof meeting);
-    if (std::memcmp(meeting.magic, kMagic, sizeof kMagic) != 0)
+    Rendezvous rendezvous;
+    std::memcpy(static_cast<void*>(&rendezvous), handles[0], sizeof rendezvous);
+    if (std::memcmp(rendezvous.magic, kMagic, sizeof kMagic) != 0)
       return Status::invalid("handles: got one of rank 0 that this plug-in did not make");
-    if (meeting.protocol != kProtocol)
-      return Status::invalid("handles: rank 0 speaks version {}, allowed: {}", meeting.protocol, kProtocol);
-    own->is_hub = rank == 0;
+    if (rendezvous.protocol != kProtocol)
+      return Status::invalid("handles: rank 0 speaks version {}, allowed: {}", rendezvous.protocol,
+                             kProtocol);
+    own->is_rank_0 = rank == 0;
     WEFT_TRY_ASSIGN(const provider::Nic* nic, plugin.nic(own->device));
     WEFT_TRY_ASSIGN(std::shared_ptr<Team> made,
-                    Team::connect(plugin.network(), *nic, meeting.ticket, rank, ranks));
+                    Team::connect(plugin.network(), *nic, rendezvous.unique_id, rank, ranks));
     static std::atomic<uint32_t> serials{0};
     *team = plugin.teams.add({std::move(made), (serials.fetch_add(1) & 0x3fffffff) + 1});
     return {};
   });
 }
 
-// A meeting ends with the last rank that leaves it; where nobody met, this is that rank.
+// A rendezvous ends with the last rank that leaves it; where nobody met, this is that rank.
 NcclResult close_listener(void* listener) {
   return answer("closeListen", [&]() -> Status {
     WEFT_TRY_ASSIGN(const std::shared_ptr<Listener> own,
                     Plugin::instance().listeners.take("listenComm", listener));
-    if (!own->is_hub) (void)join_meeting(own->ticket, 0, 1, Deadline::after_s(1));
+    if (!own->is_rank_0) (void)join_rendezvous(own->unique_id, 0, 1, Deadline::after_s(1));
     return {};
   });
 }

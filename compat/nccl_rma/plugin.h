@@ -65,8 +65,8 @@ class Handles {
 
 struct Listener {
   int device;
-  MeetingTicket ticket;
-  bool is_hub = false;  // the ranks meet here
+  UniqueId unique_id;
+  bool is_rank_0 = false;  // whose rendezvous the ranks join
 };
 struct TeamEntry {
   std::shared_ptr<Team> team;

@@ -30,28 +30,29 @@ Status warm_copies(const Region& region) {
 }  // namespace
 
 Team::Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
-           std::shared_ptr<MeetingBootstrap> meeting)
+           std::shared_ptr<RendezvousBootstrap> rendezvous)
     : rank_(rank),
       timeout_s_(config().timeout_s),
       engine_(std::move(engine)),
-      meeting_(std::move(meeting)),
+      rendezvous_(std::move(rendezvous)),
       links_(static_cast<size_t>(ranks)) {}
 
 Result<std::shared_ptr<Team>> Team::connect(const proxy::Network& network, const provider::Nic& nic,
-                                            const MeetingTicket& ticket, int rank, int ranks) {
+                                            const UniqueId& unique_id, int rank, int ranks) {
   const Deadline until = Deadline::after_s(config().timeout_s);
-  WEFT_TRY_ASSIGN(std::shared_ptr<MeetingBootstrap> meeting, join_meeting(ticket, rank, ranks, until));
+  WEFT_TRY_ASSIGN(std::shared_ptr<RendezvousBootstrap> rendezvous,
+                  join_rendezvous(unique_id, rank, ranks, until));
   transfer::Options options;
   options.provider = network.provider;
   options.nics = {nic};
   options.name = text("rank {}", rank);
   WEFT_TRY_ASSIGN(std::unique_ptr<transfer::Engine> engine, transfer::Engine::open(std::move(options)));
-  std::shared_ptr<Team> team(new Team(rank, ranks, std::move(engine), std::move(meeting)));
+  std::shared_ptr<Team> team(new Team(rank, ranks, std::move(engine), std::move(rendezvous)));
   WEFT_TRY_ASSIGN(team->mail_, Mail::open(*team->engine_));
   team->ways_.reset(new Ways{*team->engine_, *team->mail_, team->requests_, network.pace.bytes_in_flight,
                              network.pace.writes_in_flight});
   WEFT_TRY(team->meet(introduction(network)));
-  team->carrier_ = std::thread([self = team.get()] { self->run(); });
+  team->worker_ = std::thread([self = team.get()] { self->run(); });
   return team;
 }
 
@@ -83,7 +84,8 @@ Status Team::meet(const std::string& introduction) {
 // Every rank's bytes, or why one has none: then all ranks fail alike.
 Result<std::vector<std::string>> Team::exchange(const char* what, const Result<std::string>& mine) {
   const std::string answer = mine.ok() ? "+" + *mine : "-" + mine.status().message();
-  WEFT_TRY_ASSIGN(std::vector<std::string> all, meeting_->all_gather(answer, Deadline::after_s(timeout_s_)));
+  WEFT_TRY_ASSIGN(std::vector<std::string> all,
+                  rendezvous_->all_gather(answer, Deadline::after_s(timeout_s_)));
   if (!mine.ok()) return mine.status();
   for (size_t peer = 0; peer < all.size(); ++peer) {
     if (!all[peer].starts_with('+'))
@@ -96,7 +98,7 @@ Result<std::vector<std::string>> Team::exchange(const char* what, const Result<s
 
 Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint64_t flags) {
   std::lock_guard together(collective_);
-  if (!meeting_) return closed();
+  if (!rendezvous_) return closed();
   auto region = std::make_shared<Region>();
   region->never_reset = (flags & kSignalNeverReset) != 0;
   region->parts.resize(links_.size());
@@ -248,7 +250,7 @@ void Team::run() {
 void Team::close() {
   std::lock_guard together(collective_);
   if (stops_.exchange(true)) return;
-  if (carrier_.joinable()) carrier_.join();
+  if (worker_.joinable()) worker_.join();
   if (mail_) {
     Lock lock(mutex_);
     const auto is_done = [&] {
@@ -261,7 +263,7 @@ void Team::close() {
     is_closed_ = true;
   }
   engine_->close();
-  meeting_.reset();
+  rendezvous_.reset();
 }
 
 }  // namespace weft::nccl_rma

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A Team is the ranks of one NCCL communicator that reach each other over one NIC: what NCCL calls collComm.
-//   WEFT_TRY_ASSIGN(std::shared_ptr<Team> team, Team::connect(nic, ticket, rank, ranks));      // every rank
+//   WEFT_TRY_ASSIGN(std::shared_ptr<Team> team, Team::connect(nic, unique_id, rank, ranks));      // every rank
 //   WEFT_TRY_ASSIGN(uint32_t region, team->enroll(data, bytes, kPointerHost, 0));              // every rank, in one order
 //   WEFT_TRY_ASSIGN(uint32_t context, team->create_context(channels, 1));
 //   WEFT_TRY_ASSIGN(uint64_t request, team->put(context, {.channel = 0, .rank = 1, .src = region, ...}));
@@ -50,10 +50,10 @@ struct Put : Get {
 
 class Team {
  public:
-  // `ticket` is that of rank 0's meeting. Errors: kPeerLost when ranks stay away, kInvalid when they use another
+  // `unique_id` is that of rank 0's rendezvous. Errors: kPeerLost when ranks stay away, kInvalid when they use another
   // network or version.
   static Result<std::shared_ptr<Team>> connect(const proxy::Network& network, const provider::Nic& nic,
-                                               const MeetingTicket& ticket, int rank, int ranks);
+                                               const UniqueId& unique_id, int rank, int ranks);
   ~Team() { close(); }
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -96,13 +96,13 @@ class Team {
   };
   struct Serving {                                 // of a get
     std::shared_ptr<transfer::Transfer> transfer;  // null: refused
-    uint64_t ticket;
+    uint64_t request;
     int rank;
   };
   using Lock = std::unique_lock<std::mutex>;
 
   Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
-       std::shared_ptr<MeetingBootstrap> meeting);
+       std::shared_ptr<RendezvousBootstrap> rendezvous);
   Status meet(const std::string& introduction);
   Result<std::vector<std::string>> exchange(const char* what, const Result<std::string>& mine);
   Status open_slots(const Region& region, int peer, const std::shared_ptr<transfer::Remote>& remote,
@@ -135,7 +135,7 @@ class Team {
   const int rank_;
   const double timeout_s_;
   std::unique_ptr<transfer::Engine> engine_;
-  std::shared_ptr<MeetingBootstrap> meeting_;
+  std::shared_ptr<RendezvousBootstrap> rendezvous_;
   std::mutex collective_;  // calls that all ranks make: one at a time
   std::mutex mutex_;
   std::unique_ptr<Mail> mail_;
@@ -158,7 +158,7 @@ class Team {
   bool is_closed_ = false;
   std::atomic<uint64_t> turns_seen_{0};
   std::atomic<bool> stops_{false};
-  std::thread carrier_;
+  std::thread worker_;
 };
 
 }  // namespace weft::nccl_rma

@@ -243,9 +243,9 @@ Status Team::read(int rank, std::string_view bytes) {
       link.out[credit.stream]->confirm(credit.taken);
     } else if (head.kind == Kind::kAnswers) {
       if (!cut(bytes, answer)) return malformed("answer");
-      if (gets_.erase(answer.ticket) == 0) continue;
+      if (gets_.erase(answer.request) == 0) continue;
       requests_.end(
-          answer.ticket,
+          answer.request,
           answer.is_done ? Status() : Status::make(Code::kSystem, "iget: rank {} could not serve it", rank));
     } else {
       return malformed("message");
@@ -306,7 +306,7 @@ Status Team::carry_out(int rank, std::string_view units) {
 
 Status Team::serve(int rank, const Unit& unit, const GetTail& tail) {
   const auto from = regions_.find(unit.region), to = regions_.find(tail.region);
-  serving_.push_back({nullptr, tail.ticket, rank});
+  serving_.push_back({nullptr, tail.request, rank});
   if (from == regions_.end() || to == regions_.end()) return {};
   auto written = engine_->write({from->second->memory,
                                  unit.offset,
@@ -330,7 +330,7 @@ bool Team::answer_gets() {
     struct {
       Head head;
       Answer answer;
-    } message{{Kind::kAnswers, 1}, {serving.ticket, is_done, 0}};
+    } message{{Kind::kAnswers, 1}, {serving.request, is_done, 0}};
     if (const Link& link = links_[static_cast<size_t>(serving.rank)]; link.status.ok())
       (void)mail_->send(link.peer, {reinterpret_cast<const char*>(&message), sizeof message});
     serving_.erase(serving_.begin() + static_cast<std::ptrdiff_t>(i));

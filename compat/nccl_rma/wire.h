@@ -49,7 +49,7 @@ struct GetTail {
   uint32_t region;  // of the sender: where the bytes go
   uint32_t reserved;
   uint64_t offset;
-  uint64_t ticket;
+  uint64_t request;
 };
 struct Credit {
   uint32_t stream;
@@ -57,7 +57,7 @@ struct Credit {
   uint64_t taken;
 };
 struct Answer {
-  uint64_t ticket;
+  uint64_t request;
   uint32_t is_done;
   uint32_t reserved;
 };

@@ -153,9 +153,9 @@ template <> struct LanesOf<Half> { using Type = F16Lanes; };
 template <> struct LanesOf<Plain<float>> { using Type = F32Lanes; };
 // clang-format on
 template <class Lanes>
-inline constexpr bool kIsWhole = kHasLanes;
+inline constexpr bool kHasLanesOf = kHasLanes;
 template <>
-inline constexpr bool kIsWhole<void> = false;
+inline constexpr bool kHasLanesOf<void> = false;
 
 // Combines two vectors element by element.
 template <class Format, class Op>
@@ -167,7 +167,7 @@ struct Combiner {
     typename Format::Stored values[kPerVec];
   };
   WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    if constexpr (kIsWhole<Lanes>)
+    if constexpr (kHasLanesOf<Lanes>)
       return combine_lanes<Lanes, Op>(a, b);
     else
       return apply_each(a, b);
@@ -185,7 +185,7 @@ struct Combiner {
   WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
     if constexpr (!kDivides<Op>)
       return combined;
-    else if constexpr (kIsWhole<Lanes>)
+    else if constexpr (kHasLanesOf<Lanes>)
       return divide_lanes<Lanes>(combined, static_cast<float>(summands));
     else
       return finish_each(combined, summands);

@@ -10,7 +10,7 @@
 // before is emptied (run_stages).
 // Calls with a root move data from it or to it alone. In their rounds all other pairs of ranks send a line without
 // data, and their slices are signalled to everybody, so that the two rules above hold for every call.
-// Meetings. Before ranks touch each other's buffers, every block tells every peer's where they are, in
+// Rendezvous. Before ranks touch each other's buffers, every block tells every peer's where they are, in
 // descriptors: one word for each buffer. After it, every block tells that it is done.
 // Shares. Where all bytes of a buffer come from one rank, or end at one, other ranks carry a share of them each:
 // all_reduce, broadcast and reduce are cut into shares with an owner (exchange_owners).
@@ -54,7 +54,7 @@ WEFT_DEVICE constexpr uint32_t exchange_owners(Exchange kind, uint32_t ranks) {
 struct ExchangeLayout {
   uint64_t inbox_at;        // LL lines, 2 per unit: [2][ranks][blocks][region_units]
   uint64_t descriptors_at;  // u64[2][blocks][ranks][2]: input and output
-  uint64_t done_at;         // u64[blocks][ranks]: the meeting that is over
+  uint64_t done_at;         // u64[blocks][ranks]: the rendezvous that is over
   uint64_t stages_at;       // units: [kStageAreas][ranks][blocks][stage_units]
   uint64_t staged_at;       // u64[blocks][ranks]: the last slice that a sender has filled
   uint32_t blocks;          // the most of a launch
@@ -66,16 +66,17 @@ struct ExchangeLayout {
 // Of one block, in local memory; zero at first.
 struct ExchangeState {
   uint64_t rounds;
-  uint64_t meetings;
+  uint64_t rendezvous_done;
   uint64_t stages;  // slices that were published
 };
 
 // A buffer's place for peers: its window's number plus one in bits 35 to 44, its offset in 16-byte units
-// below; 0: in no window, or not aligned. A descriptor has above it the meeting's number (a place is used at
-// every second meeting) and, in bits 48 to 63, half of the call's digest: of the input the low one.
-inline constexpr uint32_t kDescriptorOffsetBits = 35, kDescriptorWindowBits = 10, kDescriptorMeetingBits = 3;
+// below; 0: in no window, or not aligned. A descriptor has above it the rendezvous's number (a place is used at
+// every second rendezvous) and, in bits 48 to 63, half of the call's digest: of the input the low one.
+inline constexpr uint32_t kDescriptorOffsetBits = 35, kDescriptorWindowBits = 10,
+                          kDescriptorRendezvousBits = 3;
 inline constexpr uint32_t kDescriptorMarkAt = kDescriptorOffsetBits + kDescriptorWindowBits;
-static_assert(kDescriptorMarkAt + kDescriptorMeetingBits == 48);
+static_assert(kDescriptorMarkAt + kDescriptorRendezvousBits == 48);
 
 // The signal of a slice: its number in the high half; below it 30 bits of the call's digest, and how many
 // slices of the call came before it, 3 for more.

@@ -80,12 +80,12 @@ struct Slice {
 };
 
 WEFT_DEVICE Vec16 load_unit(const Piece& piece, uint64_t unit) {
-  if (unit < message::whole_units(piece, unit + 1))
+  if (unit < message::full_units(piece, unit + 1))
     return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
   return message::load_ragged(piece, unit);
 }
 WEFT_DEVICE void store_unit(const Piece& piece, uint64_t unit, const Vec16& value) {
-  if (unit < message::whole_units(piece, unit + 1))
+  if (unit < message::full_units(piece, unit + 1))
     return store_vec(reinterpret_cast<Vec16*>(piece.at) + unit, value);
   message::store_ragged(piece, unit, value);
 }
@@ -223,7 +223,7 @@ WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store)
 // Copies units. Units that are not whole or not aligned are copied after the others, one at a time: there
 // are few, and the code that moves them is long.
 WEFT_DEVICE void copy_units(Block block, uint32_t count, const Piece& from, const Piece& to) {
-  const uint64_t whole = message::whole_units(from, message::whole_units(to, count));
+  const uint64_t whole = message::full_units(from, message::full_units(to, count));
   const auto* src = reinterpret_cast<const Vec16*>(from.at);
   auto* dst = reinterpret_cast<Vec16*>(to.at);
   move_units(
@@ -301,16 +301,16 @@ WEFT_DEVICE void rooted_slice(const R& run, uint64_t number, Slice slice) {
   auto sent = [&](uint32_t peer) {
     return has_parts_out ? part_of(a.input, a.bytes, peer) : Piece{a.input, a.bytes};
   };
-  auto kept = [&](uint32_t peer) {
+  auto received = [&](uint32_t peer) {
     return has_parts_in ? part_of(a.output, a.bytes, peer) : Piece{a.output, a.bytes};
   };
   send_lines(round, slice, sent, [&](uint32_t peer) { return goes(run.self, peer); });
   if (run.kind() == Exchange::kReduce) {
-    if (run.is_root()) return add_lines(round, slice, sent(0), kept(0), [](uint32_t, const Vec16&) {});
+    if (run.is_root()) return add_lines(round, slice, sent(0), received(0), [](uint32_t, const Vec16&) {});
   } else if (run.is_root()) {
-    copy_own(run, slice, sent(run.self), kept(run.self));
+    copy_own(run, slice, sent(run.self), received(run.self));
   }
-  receive_lines(round, slice, kept, [&](uint32_t peer) { return goes(peer, run.self); });
+  receive_lines(round, slice, received, [&](uint32_t peer) { return goes(peer, run.self); });
 }
 
 template <class R>

@@ -34,14 +34,15 @@ WEFT_DEVICE bool read_descriptor(const R& run, uint64_t descriptor, uint32_t pee
 // started the call, and met() says whether all buffers have places. False: a peer did not come; a peer that
 // comes later finds no descriptor of this block.
 template <class R>
-WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
+WEFT_DEVICE bool meet(const R& run, uint64_t rendezvous) {
   const ExchangeArgs& a = run.a;
   const ExchangeLayout& layout = a.layout;
-  const uint64_t descriptors = layout.descriptors_at + ((meeting & 1) * layout.blocks + run.block.index()) *
-                                                           run.ranks * 2 * sizeof(uint64_t);
+  const uint64_t descriptors =
+      layout.descriptors_at +
+      ((rendezvous & 1) * layout.blocks + run.block.index()) * run.ranks * 2 * sizeof(uint64_t);
   auto mark_of = [&](uint32_t which) {
     const uint64_t half = which == 0 ? a.digest & 0xffff : a.digest >> 16;
-    return half << 48 | (meeting & ((1u << kDescriptorMeetingBits) - 1)) << kDescriptorMarkAt;
+    return half << 48 | (rendezvous & ((1u << kDescriptorRendezvousBits) - 1)) << kDescriptorMarkAt;
   };
   auto descriptor_at = [&](uint32_t i) {  // of which a rank has two at every peer
     return reinterpret_cast<uint64_t*>(run.mesh.to(i / 2).mapped() + descriptors) + run.self * 2 + i % 2;
@@ -57,7 +58,7 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
     uint64_t descriptor = load_acquire(here);
     bool came = true;
     for (uint32_t looks = 0; (descriptor ^ mark_of(which)) >> kDescriptorMarkAt != 0 && came; ++looks) {
-      came = !patience.ends(looks, peer, meeting, meeting - 1);
+      came = !patience.ends(looks, peer, rendezvous, rendezvous - 1);
       descriptor = load_acquire(here);
     }
     std::byte* place = nullptr;
@@ -77,18 +78,18 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
 // waits in vain takes its "done" back: its caller owns the input again, and a peer that still reads it must
 // not use what it reads.
 template <class R>
-WEFT_DEVICE void part(const R& run, uint64_t meeting) {
+WEFT_DEVICE void part(const R& run, uint64_t rendezvous) {
   const ExchangeArgs& a = run.a;
   const uint64_t done = a.layout.done_at + uint64_t{run.block.index()} * run.ranks * sizeof(uint64_t);
   run.block.sync();
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
-    run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), meeting);
+    run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), rendezvous);
   PeerPatience patience{{a.wait}, run.block.index()};
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
     const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + done) + peer;
     uint64_t seen = load_acquire(signal);
-    for (uint32_t looks = 0; seen < meeting; ++looks) {
-      if (patience.ends(looks, peer, meeting, seen)) {
+    for (uint32_t looks = 0; seen < rendezvous; ++looks) {
+      if (patience.ends(looks, peer, rendezvous, seen)) {
         store_release_block(&run.met()->all_came, 0);
         break;
       }
@@ -132,9 +133,9 @@ WEFT_DEVICE void pull(const R& run) {
 template <class R>
 WEFT_DEVICE void run_places(const R& run) {
   ExchangeState& state = run.a.states[run.block.index()];
-  const uint64_t meeting = state.meetings + 1;
+  const uint64_t rendezvous = state.rendezvous_done + 1;
   if (is_void(run.a.wait, load_gave_up(run.a.wait))) return;
-  if (!meet(run, meeting)) {
+  if (!meet(run, rendezvous)) {
     if (run.a.wait.gave_up) store_relaxed(run.a.wait.gave_up, uint32_t{1});
     return;
   }
@@ -145,11 +146,11 @@ WEFT_DEVICE void run_places(const R& run) {
       spread(run);
     else
       push(run);
-    part(run, meeting);
+    part(run, rendezvous);
   } else {
     run_stages(run);
   }
-  if (run.block.rank() == 0) state.meetings = meeting;
+  if (run.block.rank() == 0) state.rendezvous_done = rendezvous;
 }
 
 }  // namespace exchange

@@ -97,7 +97,7 @@ WEFT_DEVICE void spread(const R& run) {
     return (takes_share ? rank != a.root : !run.goes_on()) ? run.places(1)[rank] : nullptr;
   };
   RowPipe<kPipeStages> pipe(warp, stages_of(run, warp), a.piece_bytes);
-  pipe.sees_arrived();
+  pipe.fence_acquired();
   const Pieces pieces = pieces_of(run, warp, mine.bytes);
   uint64_t number = 0;
   pipe.run(

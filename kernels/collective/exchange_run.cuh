@@ -18,7 +18,7 @@ inline constexpr uint32_t kEagerLooks = Warp::kMaxSize == 1 ? 0 : 64;
 template <class Combiner>
 inline constexpr uint32_t kSourcesInFlight = Combiner::kPerVec > 8 ? 2 : 8;
 
-// Places of all ranks' inputs and outputs, in shared memory after a meeting.
+// Places of all ranks' inputs and outputs, in shared memory after a rendezvous.
 struct Met {
   uint32_t all_have_places;
   uint32_t all_came;

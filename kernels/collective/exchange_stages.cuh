@@ -81,14 +81,14 @@ struct Parts {
   WEFT_DEVICE Piece input_for(uint32_t peer) const {
     const ExchangeArgs& a = run.a;
     if (has_shares(run.kind())) return share_of_buffer(a.input, a.bytes, share_units, run.share(peer));
-    const bool is_whole = run.kind() == Exchange::kAllGather || run.kind() == Exchange::kGather;
-    return is_whole ? Piece{a.input, a.bytes} : part_of(a.input, a.bytes, peer);
+    const bool is_full = run.kind() == Exchange::kAllGather || run.kind() == Exchange::kGather;
+    return is_full ? Piece{a.input, a.bytes} : part_of(a.input, a.bytes, peer);
   }
   WEFT_DEVICE Piece output_of(uint32_t peer) const {
     const ExchangeArgs& a = run.a;
     if (has_shares(run.kind())) return share_of_buffer(a.output, a.bytes, share_units, run.share(peer));
-    const bool is_whole = run.kind() == Exchange::kReduceScatter || run.kind() == Exchange::kScatter;
-    return is_whole ? Piece{a.output, a.bytes} : part_of(a.output, a.bytes, peer);
+    const bool is_full = run.kind() == Exchange::kReduceScatter || run.kind() == Exchange::kScatter;
+    return is_full ? Piece{a.output, a.bytes} : part_of(a.output, a.bytes, peer);
   }
 };
 
@@ -102,7 +102,7 @@ WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice
   const R& run = stage.run;
   if (run.kind() == Exchange::kAllGather) {
     const Piece own = sliced(parts.input_for(run.self), slice);
-    const auto whole = static_cast<uint32_t>(message::whole_units(own, slice.count));
+    const auto whole = static_cast<uint32_t>(message::full_units(own, slice.count));
     auto put = [&](uint32_t unit, const Vec16& value) {
       for (uint32_t step = 1; step < run.ranks; ++step) store_vec(stage.to(run.peer(step)) + unit, value);
     };

@@ -40,10 +40,10 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
 // Moves all units of a message by the whole block. gives_up(polls) is asked while a unit has not arrived.
 template <class Slots, class Shape, class GiveUp>
 WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp gives_up) {
-  uint64_t whole = message::whole_units(m.src, m.units);
-  whole = message::whole_units(m.dst, whole);
-  whole = message::whole_units(m.in, whole);
-  whole = message::whole_units(m.out, whole);
+  uint64_t whole = message::full_units(m.src, m.units);
+  whole = message::full_units(m.dst, whole);
+  whole = message::full_units(m.in, whole);
+  whole = message::full_units(m.out, whole);
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Slots::kIsPlain) {

@@ -95,8 +95,8 @@ struct FusedSum {
 // element types with long conversions do not have.
 template <class Combiner>
 WEFT_DEVICE void add_sources(Block block, const FusedSum& s, uint64_t units) {
-  uint64_t whole = whole_units(s.dst, units);
-  for (uint32_t i = 0; i < s.count; ++i) whole = whole_units(s.sources[i], whole);
+  uint64_t whole = full_units(s.dst, units);
+  for (uint32_t i = 0; i < s.count; ++i) whole = full_units(s.sources[i], whole);
   auto load = [](const Piece& piece, uint64_t unit) {
     return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
   };

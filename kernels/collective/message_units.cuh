@@ -41,7 +41,7 @@ WEFT_DEVICE bool is_aligned(const std::byte* at) {
 
 // Units that lie whole and aligned in a piece or slot; all of them where it is not used.
 template <class Memory>
-WEFT_DEVICE uint64_t whole_units(const Memory& memory, uint64_t units) {
+WEFT_DEVICE uint64_t full_units(const Memory& memory, uint64_t units) {
   if (!memory.at) return units;
   if (!is_aligned(memory.at)) return 0;
   const uint64_t whole = memory.bytes / 16;

@@ -51,12 +51,12 @@ WEFT_DEVICE void close(const ProgramArgs& a, const MeshT& mesh, const Shape& sha
 // The step's part of a visit by one thread: whether it can run and, if so, how its bytes travel.
 template <class MeshT, class Shape>
 WEFT_DEVICE void prepare(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Shared* shared,
-                         Cursor& cursor, Turn turn, bool is_empty, uint64_t epoch, bool is_alone) {
+                         Cursor& cursor, Turn turn, bool is_empty, uint64_t epoch, bool is_only_one) {
   // An empty piece sends nothing, so nothing but the order of steps is left of it.
   turn.sends = turn.sends && !is_empty;
   turn.receives = turn.receives && !is_empty;
-  shared->verdict = look(a, mesh.rank(), cursor, is_alone, [&](Lack& lack) {
-    return has_all(a, mesh, shape, cursor, turn, epoch, is_alone, lack);
+  shared->verdict = look(a, mesh.rank(), cursor, is_only_one, [&](Lack& lack) {
+    return has_all(a, mesh, shape, cursor, turn, epoch, is_only_one, lack);
   });
   shared->route = {};
   if (shared->verdict != kGo) return;
@@ -71,9 +71,9 @@ WEFT_DEVICE void prepare(const ProgramArgs& a, const MeshT& mesh, const Shape& s
 // A visit to a program block whose steps are all taken.
 template <class MeshT, class Shape>
 WEFT_DEVICE Verdict finish(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
-                           Shared* shared, Cursor& cursor, bool is_alone) {
+                           Shared* shared, Cursor& cursor, bool is_only_one) {
   if (block.rank() == 0) {
-    shared->verdict = look(a, mesh.rank(), cursor, is_alone,
+    shared->verdict = look(a, mesh.rank(), cursor, is_only_one,
                            [&](Lack& lack) { return all_is_read(a, mesh, shape, cursor, lack); });
     cursor.is_done = shared->verdict == kGo;
   }
@@ -86,14 +86,14 @@ WEFT_DEVICE Verdict finish(const ProgramArgs& a, const MeshT& mesh, const Shape&
 // One visit to a program block; kGo when it moved on.
 template <class Program, class MeshT, class Shape>
 WEFT_DEVICE Verdict visit(const Program& program, const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
-                          Block block, Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
-  if (cursor.finishes) return finish(a, mesh, shape, block, shared, cursor, is_alone);
+                          Block block, Shared* shared, Cursor& cursor, uint64_t epoch, bool is_only_one) {
+  if (cursor.finishes) return finish(a, mesh, shape, block, shared, cursor, is_only_one);
   const uint32_t number = cursor.number, at = cursor.step;
   return program.with_step(
       number, at, [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
         const Turn turn = turn_of(a, shape, mesh.ranks(), cursor, own, step, waits);
         const bool is_empty = a.skip_empty && turn.units == 0;
-        if (block.rank() == 0) prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
+        if (block.rank() == 0) prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_only_one);
         block.sync();
         // kFault by now where another thread's part has not come.
         const uint32_t may_go = load_acquire_block(&shared->verdict);
@@ -142,9 +142,9 @@ WEFT_DEVICE void run_steps_as(const Program& steps, const ProgramArgs& a, const 
     program::release_due(a, mesh);
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
       if (cursors[i].is_done) continue;
-      const bool is_alone = unfinished == 1 && !program::delays_links(a);
+      const bool is_only_one = unfinished == 1 && !program::delays_links(a);
       const program::Verdict verdict =
-          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, is_alone);
+          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, is_only_one);
       is_broken = verdict == program::kFault;
       moved = moved || verdict == program::kGo;
       unfinished -= cursors[i].is_done;

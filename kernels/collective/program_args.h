@@ -16,10 +16,10 @@
 // ranks need not agree on it.
 // Ports. A message to a peer that this rank does not map is built in the outbox, a part of this rank's window, and
 // put into the slot as one range. Its header's first word and its counter follow. Such messages are Simple. Large
-// calls of the host lend their buffers to the link. Then a message that may be referred to is put from where it
-// lies. One that may be stored goes to its destination, which a grant names. Calls. Every message carries a salt
-// beside its number: a digest of the call (what, element type, operation, count, root, algorithm) and of how many
-// calls came before. A receiver takes a message only if the salt is its own, so calls that do not belong together
+// calls of the host register their buffers at the link for their time. Then a message that may be referred to is put
+// from where it lies. One that may be stored goes to its destination, which a grant names. Calls. Every message carries
+// a salt beside its number: a digest of the call (what, element type, operation, count, root, algorithm) and of how
+// many calls came before. A receiver takes a message only if the salt is its own, so calls that do not belong together
 // never exchange data, whatever numbers their messages have. An LL line holds the number in its first half, alone,
 // and in its second half together with the salt: the first tells that the line is of this message, the second that
 // it is of this call.
@@ -142,7 +142,7 @@ struct Grant {
   uint64_t tag;  // message_tag of the run's first message, plus one
   uint64_t window_at[3];
   uint32_t window[3];
-  uint32_t loan[3];  // to a port peer: loans that it was told of, which are these buffers; 0: none
+  uint32_t registration[3];  // to a port peer: of these buffers, announced before; 0: none
   uint32_t reserved[2];
 };
 static_assert(sizeof(Grant) == 64);
@@ -204,9 +204,9 @@ struct ProgramArgs {
   RingLayout rings;
   DirectRule direct;
   WaitRule wait;
-  LinkDelays* delays;  // null: links are as fast as they are; host only
-  uint32_t lends;      // 1: port peers grant and are granted loans; the same on all ranks
-  uint32_t loans[3];   // that are the buffers; 0: none
+  LinkDelays* delays;           // null: links are as fast as they are; host only
+  uint32_t uses_registrations;  // 1: port peers grant each other registrations; the same on all ranks
+  uint32_t registrations[3];    // that are the buffers; 0: none
 };
 
 struct ScaleArgs {

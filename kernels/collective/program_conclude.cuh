@@ -71,8 +71,8 @@ WEFT_DEVICE void release_due(const ProgramArgs& a, const MeshT& mesh) {
   }
 }
 
-// Sends a message that the block has built in the outbox, or that lies in lent memory. Its slot there is free: what lay
-// in it before has been read by the peer, and so by the network. One thread.
+// Sends a message that the block has built in the outbox, or that lies in a registered buffer. Its slot there is free:
+// what lay in it before has been read by the peer, and so by the network. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                              const Cursor& cursor, const Turn& turn, uint32_t peer) {
@@ -83,18 +83,18 @@ WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shap
       in_part(ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at, places.payload);
   const uint64_t built_at = in_part(outbox_at(a, mesh, channel, peer, cursor.sent), places.payload);
   auto to_peer = mesh.to(peer);
-  Lent from{}, to{};
-  if constexpr (LoanMesh<MeshT>) {
-    if (a.lends) {
-      from = lent_source(a, shape, turn);
-      to = lent_target(a, mesh, shape, cursor, turn);
-      if (to.loan) header.place = Place::kDestination;
-      if (from.loan || to.loan)
-        to_peer.put_lent(to.loan, to.loan ? to.at : slot_at, from.loan, from.loan ? from.at : built_at,
-                         turn.units * 16);
+  RegisteredPlace from{}, to{};
+  if constexpr (RegistrationMesh<MeshT>) {
+    if (a.uses_registrations) {
+      from = registered_source(a, shape, turn);
+      to = registered_target(a, mesh, shape, cursor, turn);
+      if (to.registration) header.place = Place::kDestination;
+      if (from.registration || to.registration)
+        to_peer.put_registered(to.registration, to.registration ? to.at : slot_at, from.registration,
+                               from.registration ? from.at : built_at, turn.units * 16);
     }
   }
-  if (!from.loan && !to.loan) to_peer.put(OneThread{}, slot_at, built_at, turn.units * 16);
+  if (!from.registration && !to.registration) to_peer.put(OneThread{}, slot_at, built_at, turn.units * 16);
   uint64_t first_word = 0;
   copy_few<8>(&first_word, &header);
   to_peer.put_value(in_part(header_at(a, mesh, channel, mesh.rank(), cursor.sent), places.records),
@@ -147,8 +147,8 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
   std::byte* const window = mapped_window(mesh, static_cast<uint32_t>(block.recv_peer));
   if constexpr (!MappedMeshOnly<MeshT>)
     if (!window) {  // a port peer stores nothing itself
-      if constexpr (LoanMesh<MeshT>)
-        if (a.lends) grant_loans(a, mesh, block, tag);
+      if constexpr (RegistrationMesh<MeshT>)
+        if (a.uses_registrations) grant_registrations(a, mesh, block, tag);
       return;
     }
   auto* there =
@@ -161,7 +161,7 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
 }
 
 // After giving up: peers no longer store into this rank's buffers, and no longer take their contents for
-// its messages. The host takes back what was lent to port peers. One thread.
+// its messages. The host ends the registrations. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void take_back(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                            const Cursor& cursor) {

@@ -4,7 +4,7 @@
 // slot, from memory that the sender refers to, or into memory that the receiver has granted.
 #pragma once
 
-#include "kernels/collective/program_loans.cuh"
+#include "kernels/collective/program_temporary.cuh"
 
 namespace weft {
 
@@ -158,8 +158,8 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
     if (!there) {
       route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent) + payload_of(mesh, peer),
                    cursor.sent};
-      if constexpr (LoanMesh<MeshT>) {
-        if (lent_source(a, shape, turn).loan) {
+      if constexpr (RegistrationMesh<MeshT>) {
+        if (registered_source(a, shape, turn).registration) {
           route.out = {};
           route.refers = 1;
         }
@@ -180,13 +180,13 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   const bool is_small = turn.units * 16 < a.direct.least_bytes;
   if (header.place == Place::kSlot && (turn.step->direct & kMayRefer) && !is_small) {
     const bool is_send = static_cast<StepOp>(turn.step->op) == StepOp::kSend;
-    const Piece& kept = is_send ? turn.src : turn.dst;
+    const Piece& piece = is_send ? turn.src : turn.dst;
     const BufferLayout& layout = a.buffers[is_send ? turn.step->src_buffer : turn.step->dst_buffer];
     if (layout.window)
       header = {Place::kWindow, static_cast<uint16_t>(layout.window), salt,
-                layout.window_at + static_cast<uint64_t>(kept.at - layout.base), kept.bytes};
+                layout.window_at + static_cast<uint64_t>(piece.at - layout.base), piece.bytes};
     else if (a.direct.readers[peer])
-      header = {Place::kProcess, 0, salt, reinterpret_cast<uint64_t>(kept.at), kept.bytes};
+      header = {Place::kProcess, 0, salt, reinterpret_cast<uint64_t>(piece.at), piece.bytes};
     if (header.place != Place::kSlot) {
       route.out = {};
       route.refers = 1;
@@ -202,15 +202,15 @@ WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack&
 
 // Looks once, or until it is there if nothing else is left to do. One thread. has(lack): one look.
 template <class Has>
-WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bool is_alone, Has has) {
+WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bool is_only_one, Has has) {
   Lack lack{};
   for (uint32_t polls = 0;; ++polls) {
     if (has(lack)) {
       cursor.waiting_since_ns = 0;
       return kGo;
     }
-    if (is_alone) pause(polls);
-    if (is_alone && !is_check_due(polls)) continue;
+    if (is_only_one) pause(polls);
+    if (is_only_one && !is_check_due(polls)) continue;
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
     // A block that waits for another block of its rank reports nothing: the other block names the missing peer.
@@ -218,7 +218,7 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bo
     const bool is_late = now - cursor.waiting_since_ns > allowed_ns;
     if (is_late) give_up(a, cursor, lack, now - cursor.waiting_since_ns);
     if (is_late || load_relaxed(&a.wait.fault->raised) != 0) return kFault;
-    if (!is_alone) return kNotYet;
+    if (!is_only_one) return kNotYet;
   }
 }
 

@@ -213,7 +213,7 @@ template <class MeshT, class Shape>
 WEFT_DEVICE bool wants_grant(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Turn& turn) {
   if constexpr (!MappedMeshOnly<MeshT>)
     if (!mapped_window(mesh, static_cast<uint32_t>(turn.block->send_peer)))
-      return LoanMesh<MeshT> && a.lends && (turn.step->direct & kMayStore) &&
+      return RegistrationMesh<MeshT> && a.uses_registrations && (turn.step->direct & kMayStore) &&
              may_be_direct(a, shape, turn.units);
   const bool is_worth_it = a.direct.prefers_stores || !(turn.step->direct & kMayRefer);
   return (turn.step->direct & kMayStore) && is_worth_it && may_be_direct(a, shape, turn.units);

@@ -60,11 +60,11 @@ template <class M>
 concept MappedMeshOnly =
     Mesh<M> && requires(M mesh, uint32_t peer) { requires MappedReach<decltype(mesh.to(peer))>; };
 
-// A mesh with channels that put from and to memory that was lent (Link::lend), for kernels on the host.
+// A mesh whose channels put from and to temporary registrations (Link::register_temporary), for kernels on the host.
 template <class M>
-concept LoanMesh = kReadsProcesses && Mesh<M> && requires(M mesh, uint32_t loan, uint64_t n) {
-  mesh.to(loan).put_lent(loan, n, loan, n, n);
-  mesh.to(loan).lend(loan);
+concept RegistrationMesh = kReadsProcesses && Mesh<M> && requires(M mesh, uint32_t registration, uint64_t n) {
+  mesh.to(registration).put_registered(registration, n, registration, n, n);
+  mesh.to(registration).announce(registration);
 };
 
 // The peer's window where this rank maps it; null where it goes through a port.

@@ -27,7 +27,7 @@ WEFT_DEVICE void copy_vecs(Group group, Vec16* dst, const Vec16* src, uint64_t v
 // Copies `bytes` between 4-byte aligned places with the widest accesses that both alignments allow.
 template <class Group>
 WEFT_DEVICE void copy_bytes(Group group, void* dst, const void* src, uint64_t bytes) {
-  if (group.size() == 1 && copy_alone(dst, src, bytes)) return;
+  if (group.size() == 1 && copy_by_thread(dst, src, bytes)) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | bytes;
   if (bits % 16 == 0)
     return copy_vecs(group, static_cast<Vec16*>(dst), static_cast<const Vec16*>(src), bytes / 16);

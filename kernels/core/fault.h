@@ -48,10 +48,10 @@ enum class Site : uint32_t {
   kChannelLoop,     // the loop of `weft bench channel`
   kExpertCapacity,  // a dispatch into bounded outputs: local expert `peer` received more rows than these hold
   kPackedCapacity,  // ... packed: all experts together did
-  kDispatchSlot,    // dispatch over nodes: the peer, a hub, has not read what was sent to it before
-  kDispatchForward,  // ... the messages of a peer that this rank hands on
+  kDispatchSlot,    // dispatch over nodes: a rail peer has not read what was sent to it before
+  kDispatchForward,  // ... the messages of a peer that this rank forwards
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
-  kCombineSum,       // ... the sums of another node, from its hub
+  kCombineSum,       // ... the sums of another node, from its rail peer
   kExchangeFloor,    // the exchange of `weft bench floor`
   kQueueRoom,        // a NIC's queue: no room until entry `expected` is done; `seen` are
   kQueueOrder,       // ... entries before `expected` have not been published; `seen` are

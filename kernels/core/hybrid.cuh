@@ -38,16 +38,16 @@ class HybridChannel {
                 : port_.get(group, dst, src, bytes, word, value);
   }
   // To port peers alone.
-  WEFT_DEVICE void put_lent(uint32_t dst_loan, WindowOffset dst, uint32_t src_loan, WindowOffset src,
-                            uint64_t bytes)
-    requires requires(Port port) { port.put_lent(dst_loan, dst, src_loan, src, bytes); }
+  WEFT_DEVICE void put_registered(uint32_t dst_registration, WindowOffset dst, uint32_t src_registration,
+                                  WindowOffset src, uint64_t bytes)
+    requires requires(Port port) { port.put_registered(dst_registration, dst, src_registration, src, bytes); }
   {
-    port_.put_lent(dst_loan, dst, src_loan, src, bytes);
+    port_.put_registered(dst_registration, dst, src_registration, src, bytes);
   }
-  WEFT_DEVICE void lend(uint32_t loan)
-    requires requires(Port port) { port.lend(loan); }
+  WEFT_DEVICE void announce(uint32_t registration)
+    requires requires(Port port) { port.announce(registration); }
   {
-    port_.lend(loan);
+    port_.announce(registration);
   }
   WEFT_DEVICE bool is_mapped() const { return mapped_.mapped() != nullptr; }
 

@@ -53,7 +53,7 @@ WEFT_DEVICE void store_part(Vec16* lines, LinePart part, Vec16 vec, uint64_t tag
 // Loads a part. Lanes with the parts of one line call it together. The line is whole if none of them gets
 // false.
 WEFT_DEVICE bool load_part(const Vec16* lines, LinePart part, uint64_t tag, Vec16& vec) {
-  if constexpr (!kLoadsLinesWhole) {
+  if constexpr (!kLoadsFullLines) {
     const Vec16 last = load_line(lines + part.index / kLineParts * kLineParts + kLineVecs);
     if ((last.words[2] | uint64_t{last.words[3]} << 32) != tag) return false;
   }

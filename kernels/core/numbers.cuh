@@ -49,20 +49,20 @@ WEFT_DEVICE uint32_t e2m1_bits(float value) {
 // Elements whose rows no target adds as wholes.
 struct AddedByVecs {
   template <bool kIsWeighted>
-  WEFT_DEVICE static bool sum_alone(std::byte*, const AddedRow*, uint32_t, uint64_t, bool) {
+  WEFT_DEVICE static bool sum_by_thread(std::byte*, const AddedRow*, uint32_t, uint64_t, bool) {
     return false;
   }
 };
 
 // The elements of one Vec16 in float32: the low halves of its words, then the high ones.
-// sum_alone(): rows as wholes, by one thread, as a loop of add() and round() gives it; false where a target can't.
+// sum_by_thread(): rows as wholes, by one thread, as a loop of add() and round() gives it; false where a target can't.
 struct Bf16 {
   static constexpr uint32_t kPerVec = 8;
 
   template <bool kIsWeighted>
-  WEFT_DEVICE static bool sum_alone(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes,
-                                    bool past_caches) {
-    return sum_bf16_alone<kIsWeighted>(out, rows, count, bytes, past_caches);
+  WEFT_DEVICE static bool sum_by_thread(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes,
+                                        bool past_caches) {
+    return sum_bf16_by_thread<kIsWeighted>(out, rows, count, bytes, past_caches);
   }
 
   WEFT_DEVICE static void add(float (&sums)[kPerVec], const Vec16& vec) { add_bf16x8(sums, vec); }

@@ -23,7 +23,7 @@ struct Asked {
   uint64_t item;
   uint64_t word;
   uint64_t want;
-  uint64_t entry;  // where it begins in this rank's window
+  int64_t entry;  // where it begins in this rank's window, whose host part stands before it
 };
 
 template <class MeshT>
@@ -35,17 +35,15 @@ class Fetch {
   // Entries item, item + step, ...: at most kLandings. False: one did not come, and a fault says so.
   WEFT_DEVICE bool run(uint64_t item, uint64_t step) {
     uint32_t asked = 0;
-    Asked waiting[kHasPorts<MeshT> ? kLandings : 1];
+    Asked waiting[kLandings];
     for (uint32_t i = 0; i < kLandings && item < a_.count; ++i, item += step) {
       uint64_t at = 0;
       uint32_t rank = 0;
       if (!find(item, rank, at)) continue;
-      if constexpr (kHasPorts<MeshT>) {
-        if (is_port(mesh_, rank)) {
-          waiting[asked] = ask(asked, rank, at, item);
-          ++asked;
-          continue;
-        }
+      if (is_port(mesh_, rank)) {
+        waiting[asked] = ask(asked, rank, at, item);
+        ++asked;
+        continue;
       }
       copy_any(warp_, a_.out + item * a_.row_bytes, near_window(mesh_, rank) + at, a_.row_bytes);
     }
@@ -66,7 +64,7 @@ class Fetch {
       return false;
     }
     rank = static_cast<uint32_t>(static_cast<uint64_t>(index) / a_.entries_per_rank);
-    at = static_cast<uint64_t>(index) % a_.entries_per_rank * a_.row_bytes;
+    at = a_.at.entries + static_cast<uint64_t>(index) % a_.entries_per_rank * a_.row_bytes;
     return true;
   }
 
@@ -74,12 +72,15 @@ class Fetch {
   WEFT_DEVICE Asked ask(uint32_t i, uint32_t rank, uint64_t at, uint64_t item) const {
     const uint64_t place = number_ * kLandings + i, begin = at / 16 * 16;
     const uint64_t landing = a_.at.landings + place * a_.at.landing_bytes;
-    Asked asked{rank, item, a_.at.words + place * 8, 0, landing + (at - begin)};
+    const int64_t payload = payload_of(mesh_, rank);
+    Asked asked{rank, item, a_.at.words + place * 8, 0,
+                static_cast<int64_t>(landing + (at - begin)) + payload};
     uint64_t said = 0;
     if (warp_.rank() == 0) said = load_relaxed(word(asked));
     asked.want = warp_.broadcast(said) + 1;
     const uint64_t bytes = (at - begin + a_.row_bytes + 15) / 16 * 16;
-    mesh_.to(rank).get(warp_, landing, begin, bytes, asked.word, asked.want);
+    mesh_.to(rank).get(warp_, in_part(landing, payload), in_part(begin, payload), bytes,
+                       in_part(asked.word, records_of(mesh_, rank)), asked.want);
     return asked;
   }
 
@@ -98,7 +99,7 @@ class Fetch {
     return true;
   }
   WEFT_DEVICE const uint64_t* word(const Asked& asked) const {
-    return reinterpret_cast<const uint64_t*>(mesh_.local() + asked.word);
+    return word_from(mesh_, asked.rank, asked.word);
   }
 
   const EngramArgs& a_;

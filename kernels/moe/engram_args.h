@@ -11,11 +11,13 @@ namespace weft {
 // Entries that a warp fetches through ports at a time.
 inline constexpr uint32_t kLandings = 16;
 
-// Offsets in every rank's window, whose entries begin at 0. Where all ranks map each other there are no landings.
+// Offsets in every rank's window. Words come first, as they alone need a host part. Where all ranks map each other there
+// are neither words nor landings.
 struct EngramLayout {
   uint64_t words;     // u64[warps][kLandings]: grows by 1 with each entry that has landed
   uint64_t landings;  // [warps][kLandings] of landing_bytes
   uint64_t landing_bytes;
+  uint64_t entries;  // [entries_per_rank] of row_bytes
   uint64_t end;
 };
 
@@ -31,7 +33,7 @@ struct EngramArgs {
   const void* indices;  // [count] of id_bytes
   uint64_t count;
   uint64_t entries_per_rank;
-  uint64_t row_bytes;  // of an entry, in windows from offset 0 on and in `out`
+  uint64_t row_bytes;  // of an entry
   std::byte* out;      // [count] entries
   uint32_t id_bytes;
   uint32_t reserved;

@@ -24,7 +24,7 @@ struct HighThroughputOffsets {
   uint64_t arrived_signal;     // u64[R]
   uint64_t combine_signal;     // u64[R]
   uint64_t combine_record;     // RendezvousRecord[2][R]
-  uint64_t chunk_signal;       // u64[R][kMaxChunks] by source, chunk of its rows: epoch of the combine
+  uint64_t burst_signal;       // u64[R][kMaxBursts] by source, burst of its rows: epoch of the combine
   uint64_t record_words;
 };
 
@@ -110,14 +110,14 @@ WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_b
   return layout;
 }
 
-// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal. A chunk has
-// enough rows that a warp still has some to send while its release of the previous chunk waits for the
+// Combine is pipelined in bursts of rows of one (source, owner) pair, each with its own signal. A burst has
+// enough rows that a warp still has some to send while its release of the previous burst waits for the
 // link.
-inline constexpr uint32_t kMaxChunks = 1024;
-inline constexpr uint32_t kMinChunkRows = 8;
-WEFT_DEVICE constexpr uint32_t chunk_rows(uint32_t pair_rows) {
-  const uint32_t even = (pair_rows + kMaxChunks - 1) / kMaxChunks;
-  return even > kMinChunkRows ? even : kMinChunkRows;
+inline constexpr uint32_t kMaxBursts = 1024;
+inline constexpr uint32_t kMinBurstRows = 8;
+WEFT_DEVICE constexpr uint32_t burst_rows(uint32_t pair_rows) {
+  const uint32_t even = (pair_rows + kMaxBursts - 1) / kMaxBursts;
+  return even > kMinBurstRows ? even : kMinBurstRows;
 }
 
 struct LayoutArgs {
@@ -147,8 +147,8 @@ struct RoutePlaces {
   int32_t* send_row;   // [T][R] the token's place among this rank's rows for a peer, or -1
   int32_t* slot_base;  // [T] the token's first place in this rank's combine staging
   int32_t* prefix;     // [R][R] rows that rank j gets from ranks 0..i
-  const int32_t*
-      sum_place;  // [T][R] of ranks that get the token, by a layout; null: combine adds ranks ascending
+  // [T][R] of ranks that get the token, by a layout; null: combine adds ranks ascending.
+  const int32_t* sum_place;
 };
 
 struct NotifyTensors {

@@ -3,14 +3,14 @@
 // high_throughput_combine.cuh: rows return to their tokens and are summed there.
 //
 // Steps: 1. All ranks say where their staging is.
-//        2. Push warps send rows to their owners, chunk by chunk, a signal each.
+//        2. Push warps send rows to their owners, burst by burst, a signal each.
 //        3. One watch warp per block follows the signals.
-//        4. Sum warps add a token's rows as soon as their chunks came.
+//        4. Sum warps add a token's rows as soon as their bursts came.
 //
-// Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for step 3 in shared
+// Waits: step 1 for every peer's address, step 3 for the bursts of every peer, step 4 for step 3 in shared
 // memory.
 //
-// Why a watch warp: when every sum warp polled and acquired its own chunks, combine slowed down severely
+// Why a watch warp: when every sum warp polled and acquired its own bursts, combine slowed down severely
 // (seen on 4 H200). Why exactly is open: rows that are summed while others arrive still cost more than both
 // alone.
 //
@@ -41,7 +41,7 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   const Rendezvous rendezvous = rendezvous_of(a);
   if (!begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags)) return;
   combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
-  combine::watch_chunks(a, warp, mesh, epoch, progress);
+  combine::watch_bursts(a, warp, mesh, epoch, progress);
   combine::add_rows(a, rendezvous, block, warp, mesh, shape, epoch, progress);
   finish_launch(block, a.state, &flags[1]);
 }

@@ -117,7 +117,7 @@ WEFT_DEVICE void stream_tokens(const CombineArgs& a, const Rendezvous& x, Block 
     const uint64_t taken = token;
     token += share.total;
     if (taken >= a.tokens || !wait_for_token(a, warp, mesh, epoch, progress, taken)) return {};
-    queue.sees_arrived();
+    queue.fence_acquired();
     return {taken, rows_of_token(a, warp, mesh, shape, staging, taken, share.total), true};
   };
   sum_streamed(a, warp, shape, queue, take, [&](const ArrivedToken& summed) {

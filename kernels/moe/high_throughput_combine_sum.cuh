@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// high_throughput_combine_sum.cuh: a token's rows are added as soon as their chunks have come.
+// high_throughput_combine_sum.cuh: a token's rows are added as soon as their bursts have come.
 // Sums: float32, from the bias on, ranks ascending or as sum_place says, one rounding. Rows of this rank itself
 // are read in place.
 #pragma once

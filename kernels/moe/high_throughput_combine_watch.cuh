@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// high_throughput_combine_watch.cuh: which chunks have come. One watch warp of a block follows the signals of all
+// high_throughput_combine_watch.cuh: which bursts have come. One watch warp of a block follows the signals of all
 // peers and notes in shared memory how far each has come; without one, every sum warp waits for itself.
 #pragma once
 
@@ -9,40 +9,40 @@
 namespace weft {
 namespace combine {
 
-inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
+inline constexpr uint32_t kBurstsAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;
 
-// In shared memory: how far the chunks of each peer have come.
+// In shared memory: how far the bursts of each peer have come.
 struct Progress {
   uint32_t* failed;
-  uint32_t* chunks_here;  // [R] all below may be read
-  uint32_t* chunks_seen;  // [R] all below have been signalled; the watch warp's own
+  uint32_t* bursts_here;  // [R] all below may be read
+  uint32_t* bursts_seen;  // [R] all below have been signalled; the watch warp's own
 };
 
 template <class MeshT>
-WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh, uint32_t peer,
-                                         uint32_t chunk) {
-  return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal) + uint64_t{peer} * kMaxChunks +
-         chunk;
+WEFT_DEVICE const uint64_t* burst_signal(const CombineArgs& a, const MeshT& mesh, uint32_t peer,
+                                         uint32_t burst) {
+  return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.burst_signal) + uint64_t{peer} * kMaxBursts +
+         burst;
 }
 
-// How many of a peer's chunks from `first` on have come without a gap: kChunksAtOnce at most. Their rows
+// How many of a peer's bursts from `first` on have come without a gap: kBurstsAtOnce at most. Their rows
 // are visible afterwards. One thread.
-WEFT_DEVICE uint32_t chunks_come(const uint64_t* signals, uint64_t epoch, uint32_t first, uint32_t chunks) {
-  uint64_t seen[kChunksAtOnce];
+WEFT_DEVICE uint32_t bursts_come(const uint64_t* signals, uint64_t epoch, uint32_t first, uint32_t bursts) {
+  uint64_t seen[kBurstsAtOnce];
   WEFT_UNROLL
-  for (uint32_t i = 0; i < kChunksAtOnce; ++i) seen[i] = first + i < chunks ? peek(signals + first + i) : 0;
-  bool has_come[kChunksAtOnce];
+  for (uint32_t i = 0; i < kBurstsAtOnce; ++i) seen[i] = first + i < bursts ? peek(signals + first + i) : 0;
+  bool has_come[kBurstsAtOnce];
   uint32_t count = 0;
   WEFT_UNROLL
-  for (uint32_t i = 0; i < kChunksAtOnce; ++i) {
+  for (uint32_t i = 0; i < kBurstsAtOnce; ++i) {
     has_come[i] = seen[i] >= epoch && count == i;
     count += has_come[i];
   }
   // Not a fence, which would also wait for all that the SM is sending.
   WEFT_UNROLL
-  for (uint32_t i = 0; i < kChunksAtOnce; ++i)
+  for (uint32_t i = 0; i < kBurstsAtOnce; ++i)
     if (has_come[i]) load_acquire(signals + first + i);
   return count;
 }
@@ -57,33 +57,33 @@ struct Look {
 // Follows the signals of the peers that fall to this lane.
 template <class MeshT>
 WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
-                                 uint32_t* chunks_seen) {
+                                 uint32_t* bursts_seen) {
   Look look{};
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank()) continue;
     const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
-    const uint32_t chunks = (rows + chunk_rows(rows) - 1) / chunk_rows(rows);
-    const uint32_t came = chunks_come(chunk_signal(a, mesh, peer, 0), epoch, chunks_seen[peer], chunks);
-    chunks_seen[peer] += came;
+    const uint32_t bursts = (rows + burst_rows(rows) - 1) / burst_rows(rows);
+    const uint32_t came = bursts_come(burst_signal(a, mesh, peer, 0), epoch, bursts_seen[peer], bursts);
+    bursts_seen[peer] += came;
     look.has_moved = look.has_moved || came != 0;
-    if (chunks_seen[peer] == chunks) continue;
+    if (bursts_seen[peer] == bursts) continue;
     look.is_missing = true;
     look.missing_peer = peer;
   }
   return look;
 }
 
-// The watch warp: runs until every chunk is here, or until no chunk has come for too long.
+// The watch warp: runs until every burst is here, or until no burst has come for too long.
 template <class MeshT>
-WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
+WEFT_DEVICE void watch_bursts(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
                               const Progress& progress) {
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
   Patience patience{a.wait};
   for (uint32_t looks = 0;; ++looks) {
-    const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
+    const Look look = look_at_signals(a, warp, mesh, epoch, progress.bursts_seen);
     if (warp.any(look.has_moved)) {
       for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
-        store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
+        store_release_block(&progress.bursts_here[peer], progress.bursts_seen[peer]);
       patience.since_ns = 0;
     }
     if (!warp.any(look.is_missing)) return;
@@ -103,8 +103,8 @@ WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& 
   return wait_peers(
       warp, mesh.ranks(), epoch, Site::kCombineRecv, a.wait,
       [&](uint32_t peer) {
-        const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
-        return chunk_signal(a, mesh, peer, static_cast<uint32_t>(send_row[peer]) / size);
+        const uint32_t size = burst_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
+        return burst_signal(a, mesh, peer, static_cast<uint32_t>(send_row[peer]) / size);
       },
       [&](uint32_t peer) { return peer != mesh.rank() && send_row[peer] >= 0; },
       [&](uint32_t peer, uint64_t seen, uint64_t waited_ns) {
@@ -121,10 +121,10 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank() || send_row[peer] < 0) continue;
     const Span traced(a.wait.trace, Site::kCombineRecv, peer);
-    const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
-    const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
+    const uint32_t size = burst_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
+    const uint32_t burst = static_cast<uint32_t>(send_row[peer]) / size;
     while (!failed &&
-           load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
+           load_acquire_block(&progress.bursts_here[peer]) <= burst) {  // bounded by the watch warp
       pause_ns(kSharedPollNs);
       failed = load_acquire_block(progress.failed) != 0;
     }

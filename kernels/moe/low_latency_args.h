@@ -24,10 +24,10 @@ inline constexpr int64_t kReplyExactLog = 3;
 
 // Where windows lie in memory of the host that a GPU reads over PCIe, kernels keep in the GPU's memory what they can: see
 // low_latency_watch.cuh.
-struct LowLatencyBoard {
-  std::byte*
-      control;  // this rank's copy of LowLatencyControl; null: there is none, and kernels look at the window
-  std::byte* own;  // with a board: [2] of own_bytes, by half: see low_latency_ports.h
+struct LowLatencyPage {
+  // This rank's copy of LowLatencyControl; null: there is none, and kernels look at the window.
+  std::byte* control;
+  std::byte* own;  // with a control page: [2] of own_bytes, by half: see low_latency_ports.h
   uint64_t own_bytes;
 };
 
@@ -36,13 +36,13 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset
   uint64_t half_bytes;
-  uint64_t
-      lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
-  uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
-  uint32_t* silent;   // u32[R], also the host's: 1 for peers that kernels have masked; null as above
-  uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
-  uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
-  uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
+  // In a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h).
+  uint64_t lines_at;
+  uint32_t* masked;    // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;    // u32[R], also the host's: 1 for peers that kernels have masked; null as above
+  uint32_t phases;     // kPhaseSend, kPhaseReceive, or both
+  uint32_t call_slot;  // ties the two launches of a call: < kCallSlots, another for each outstanding call
+  uint32_t may_mask;   // 1: a silent peer is masked; 0: it is a fault
   uint32_t max_tokens;
   uint32_t tokens;
   uint32_t experts;
@@ -52,15 +52,15 @@ struct LowLatencyCall {
   Divisor batch_tokens;  // of this rank's tokens, in each batch but the last
   uint32_t reserved;
   LowLatencyHandshake handshake;  // dispatch_epoch is filled in by the kernel
-  LowLatencyBoard board;
+  LowLatencyPage page;
 };
 static_assert(sizeof(LowLatencyCall) == 192);
 
 // A dispatch's tensors, which change from call to call: the binding fills them in, the rest of the arguments is planned.
 struct LowLatencyDispatchMemory {
   const std::byte* x;  // [T] rows of x_row_bytes
-  const std::byte*
-      x_scales;  // [T] rows of scale bytes, of rows that travel as they are; f32, the global scale, with NVFP4
+  // [T] rows of scale bytes, of rows that travel as they are; f32, the global scale, with NVFP4.
+  const std::byte* x_scales;
   const void* topk_idx;       // [T][K] of id_bytes, -1 = none
   const float* topk_weights;  // [T][K], with weights = 1 in the shape; null: none travel
   int32_t* expert_stats;      // [Le] added to, or null
@@ -85,13 +85,13 @@ struct LowLatencyDispatchArgs : LowLatencyDispatchMemory {
   uint64_t scale_expert_stride;
   uint64_t scale_row_stride;
   uint64_t scale_word_stride;
-  Divisor receive_splits;    // warps that share one message
-  Divisor source_jobs;       // batches times receive_splits
-  uint32_t tiled_scales;     // 1: rows of scales stand in tiles: see tiled_row()
-  uint32_t line_tokens;      // so many tokens, or fewer, leave as lines: at most one a batch
-  uint32_t expert_rows;      // of each expert in the outputs, where these are not packed: R * M, or fewer
-  uint32_t max_rows;         // of all experts in packed outputs
-  const uint32_t* carriers;  // CarrierTables; null where each rank gets its own messages
+  Divisor receive_splits;       // warps that share one message
+  Divisor source_jobs;          // batches times receive_splits
+  uint32_t tiled_scales;        // 1: rows of scales stand in tiles: see tiled_row()
+  uint32_t line_tokens;         // so many tokens, or fewer, leave as lines: at most one a batch
+  uint32_t expert_rows;         // of each expert in the outputs, where these are not packed: R * M, or fewer
+  uint32_t max_rows;            // of all experts in packed outputs
+  const uint32_t* rail_tables;  // RailTables; null where each rank gets its own messages
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 384);
 
@@ -131,13 +131,13 @@ struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for
   // Where ranks have port peers:
-  uint32_t answer_room;  // answer_room() of the outbox
-  Divisor answer_parts;  // of each reply, which the warps of a block share out
-  uint32_t node_ranks;   // of this rank's node, and how many owners one of them gathers replies for at most
-  uint32_t node_carried;
+  uint32_t answer_room;     // answer_room() of the outbox
+  Divisor answer_parts;     // of each reply, which the warps of a block share out
+  uint32_t domain_ranks;    // of this rank's domain
+  uint32_t domain_sources;  // owners that one of them gathers replies for, at most
   uint32_t sent_id_bytes;
-  uint32_t has_kept_weights;  // 1: topk_weights are of the slots of sent_idx
-  const uint32_t* carriers;   // CarrierTables; null where each rank sends its own replies
+  uint32_t has_saved_weights;   // 1: topk_weights are of the slots of sent_idx
+  const uint32_t* rail_tables;  // RailTables; null where each rank sends its own replies
 };
 static_assert(sizeof(LowLatencyCombineArgs) == 368);
 

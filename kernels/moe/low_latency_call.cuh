@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
+// low_latency_call.cuh: how a launch of low-latency mode starts, how ranks agree on the call, and how it waits: for words,
+// handshakes and lines.
 //
 // Nothing runs at the end of a launch: no block waits for another. The next launch acknowledges the messages
 // that this one has read, since the stream orders the two. Peers need that acknowledgement two calls later.
+// The handshake is the last thing that a rank sends to a peer. It publishes everything written before, and carries the
+// arguments that ranks must agree on; a difference is a fault.
 #pragma once
 
 #include "kernels/core/reach.cuh"
@@ -13,33 +16,34 @@
 namespace weft {
 namespace low_latency {
 
-inline constexpr bool kIsHost = Warp::kMaxSize == 1;
-
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
-// The blocks of a launch that do its work. Where there is a board, the first block watches for the others: it starts
-// before them.
+// The blocks of a launch that do its work. Where there is a control page, the first block watches for the others: it
+// starts before them.
 struct Workers : Block {
   uint32_t watching;
   WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
   WEFT_DEVICE uint32_t count() const { return Block::count() - watching; }
 };
+// The page of a kernel that has ports.
 template <class MeshT>
-WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
-  if constexpr (kHasPorts<MeshT>)
-    return Workers{{}, call.board.control ? 1u : 0u};
-  else
-    return Block{};
+WEFT_DEVICE LowLatencyPage board_of(const LowLatencyCall& call, const MeshT&) {
+  return if_ports<MeshT>(call.page);
 }
 template <class MeshT>
-using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
+WEFT_DEVICE Workers workers_of(const LowLatencyCall& call, const MeshT& mesh) {
+  return {{}, board_of(call, mesh).control ? 1u : 0u};
+}
 
-// On the host: whether a call's rows are more than the caches keep until they are read.
+// Whether a call's rows are more than the caches keep until they are read, and may be written past them.
 WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
-  return kIsHost && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
+  return kWritesPastCaches && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
 }
 
+// Whether tokens and replies may travel as lines. Where some peers are behind ports the outbox has the room of lines.
+template <class MeshT>
+inline constexpr bool kHasLines = !kHasPorts<MeshT>;
 struct Epoch {
   uint64_t number;  // of the call, from 1 on
   uint32_t parity;  // which half it uses
@@ -66,37 +70,42 @@ WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epo
 // Where this rank's kernels look at what stands at `offset` of the window, in its control area.
 template <class MeshT>
 WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh, uint64_t offset) {
-  if constexpr (kHasPorts<MeshT>)
-    if (call.board.control) return call.board.control + (offset - call.region);
+  if (std::byte* control = board_of(call, mesh).control) return control + (offset - call.region);
   return mesh.local() + offset;
 }
-// The same of what a peer puts there. Where a block watches, it copies to the board what ports put.
+// The same of what a peer puts there. Where a block watches, it copies to the control page what ports put.
 template <class MeshT>
 WEFT_DEVICE std::byte* control_from(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
                                     uint64_t offset) {
   std::byte* at = control_at(call, mesh, offset);
-  if constexpr (kHasPorts<MeshT>)
-    if (!call.board.control) at += records_of(mesh, peer);
-  return at;
+  return board_of(call, mesh).control ? at : at + records_of(mesh, peer);
 }
-// The control area of a rank that this rank can store to; null for a port peer.
+// near_window() for what stands in the control area: this rank's own may be on the page.
 template <class MeshT>
-WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
-                                    uint64_t offset) {
-  if constexpr (kHasPorts<MeshT>)
-    if (peer == mesh.rank()) return control_at(call, mesh, offset);
-  std::byte* window = near_window(mesh, peer);
-  return kHasPorts<MeshT> && !window ? nullptr : window + offset;
+WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer) {
+  if (board_of(call, mesh).control && peer == mesh.rank()) return control_at(call, mesh, 0);
+  return near_window(mesh, peer);
 }
-// One thread: put_value() of any peer, this rank included.
+// What this rank has for a peer's control area at `to`: a port peer's is built at `from`.
+template <class MeshT>
+WEFT_DEVICE Outgoing<MeshT> outgoing_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
+                                             uint64_t to, uint64_t from) {
+  return {mesh, peer, near_control(call, mesh, peer), to, from, port_places(mesh).records};
+}
+// One thread: a word of any peer's control area, this rank's included. `store` is how a near one is stored.
+template <class MeshT, class Store>
+WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
+                             uint64_t value, Store store) {
+  const Outgoing<MeshT> word = outgoing_control(call, mesh, peer, offset, offset);
+  if (word.is_near())
+    store(reinterpret_cast<uint64_t*>(word.at()), value);
+  else
+    mesh.to(peer).put_value(in_part(offset, port_places(mesh).records), value);
+}
 template <class MeshT>
 WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
                              uint64_t value) {
-  if constexpr (kHasPorts<MeshT>) {
-    if (std::byte* at = near_control(call, mesh, peer, offset))
-      return store_release(reinterpret_cast<uint64_t*>(at), value);
-  }
-  mesh.to(peer).put_value(in_part(offset, records_of(mesh, peer)), value);
+  put_control(call, mesh, peer, offset, value, [](uint64_t* at, uint64_t v) { store_release(at, v); });
 }
 
 template <class MeshT>
@@ -114,11 +123,8 @@ struct CallRule : WaitRule {
   }
 };
 template <class MeshT>
-WEFT_DEVICE decltype(auto) wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
-  if constexpr (kHasPorts<MeshT>)
-    return CallRule{call.wait, call.board.control ? state_of(call, mesh) : nullptr};
-  else
-    return (call.wait);
+WEFT_DEVICE CallRule wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
+  return {call.wait, board_of(call, mesh).control ? state_of(call, mesh) : nullptr};
 }
 
 WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
@@ -166,7 +172,7 @@ struct Joined {
 template <class MeshT>
 WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
   LowLatencyState* state = state_of(call, mesh);
-  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.ticket];
+  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.call_slot];
   const bool is_last = block.index() + 1 == block.count();
   return add_local(&state->started, is_last ? kLaunchShare - (block.count() - 1) : 1);
 }
@@ -206,11 +212,8 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     const Epoch half{0, signal % 2};
     if (is_masked(call, peer)) continue;
     const uint64_t word = control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
-    if (is_port(mesh, peer))
-      mesh.to(peer).put_value(in_part(word, records_of(mesh, peer)), state->received[half.parity]);
-    else
-      store_after_launch(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, word)),
-                         state->received[half.parity]);
+    put_control(call, mesh, peer, word, state->received[half.parity],
+                [](uint64_t* at, uint64_t value) { store_after_launch(at, value); });
   }
   warp.sync();
 }
@@ -219,7 +222,7 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
 template <class MeshT>
 WEFT_DEVICE void note_call(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch) {
   LowLatencyState* state = state_of(call, mesh);
-  if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
+  if (call.phases & kPhaseSend) state->call_epoch[call.call_slot] = epoch.number;
   if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
 }
 
@@ -249,7 +252,7 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
 // Starts a launch, in the block, and returns its number. The first warp finds it while the others prepare().
 // Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
 template <class MeshT, class Prepare>
-WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, WorkersOf<MeshT> block, Warp warp, const MeshT& mesh,
+WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Workers block, Warp warp, const MeshT& mesh,
                              const Joined& joined, uint64_t* shared_epoch, uint32_t* present, Site site,
                              Prepare prepare) {
   const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();
@@ -279,6 +282,167 @@ WEFT_DEVICE int64_t expert_or_none(const LowLatencyCall& call, int64_t id) {
 template <class Args>
 WEFT_DEVICE int64_t chosen_expert(const Args& a, uint64_t top_k, uint64_t token, uint64_t k) {
   return expert_or_none(a.call, expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k));
+}
+
+// ---- handshakes
+
+WEFT_DEVICE void write_handshake(const LowLatencyCall& call, LowLatencyHandshake* handshake,
+                                 uint64_t dispatch_epoch) {
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i)
+    store_relaxed(&handshake->words[i], call.handshake.words[i]);
+  store_relaxed(&handshake->dispatch_epoch, dispatch_epoch);
+}
+
+// One thread: publishes all earlier writes to the peer, together with this rank's arguments.
+template <class MeshT>
+WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                                uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const uint64_t to =
+      call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
+  const Outgoing<MeshT> handshake = outgoing_control(
+      call, mesh, peer, to, outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake));
+  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(handshake.at()), dispatch_epoch);
+  handshake.send(OneThread{}, sizeof(LowLatencyHandshake),
+                 control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank()), epoch.number);
+}
+
+// One thread: waits for a source's handshake. False: leave that source out.
+template <class MeshT>
+WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                                 Site site) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* signal = reinterpret_cast<const uint64_t*>(
+      control_from(call, mesh, source, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
+  uint64_t seen = 0;
+  return await(call, mesh, signal, epoch.number, source, site, 1, seen);
+}
+
+// One thread, after that: whether the source makes the same call; a fault if it does not.
+template <class MeshT>
+WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                        uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* vecs =
+      reinterpret_cast<const Vec16*>(control_from(call, mesh, source, call.region + at.handshake)) +
+      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
+  const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
+  static_assert(LowLatencyHandshake::kWords == 6 && sizeof(LowLatencyHandshake) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i) {
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.handshake.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.handshake.words[i], theirs,
+          i);
+    return false;
+  }
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
+  return false;
+}
+
+// ---- lines: vectors that travel one after the other or as lines
+
+// Part `part` of `parts` of `items`, as even as they come. All in 32 bits, like whatever is divided here: a
+// GPU takes a good part of a microsecond to divide 64 bits.
+struct Range {
+  uint32_t first;
+  uint32_t last;
+};
+WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, Divisor parts) {
+  return {items * part / parts, items * (part + 1) / parts};
+}
+
+// How vectors travel: one after the other, or as lines, whose parts are counted then.
+struct VecLayout {
+  bool lines;
+  uint32_t vecs;
+  uint64_t tag;
+
+  WEFT_DEVICE bool holds(uint32_t index) const { return !lines || LinePart{index}.holds(vecs); }
+  WEFT_DEVICE uint32_t vec(uint32_t index) const { return lines ? LinePart{index}.vec() : index; }
+  WEFT_DEVICE Range range(uint32_t part, Divisor parts) const {
+    if (!lines) return part_of(vecs, part, parts);
+    const Range whole = part_of(lines_of(vecs), part, parts);
+    return {whole.first * kLineParts, whole.last * kLineParts};
+  }
+  // Whether one thread takes a row as a whole.
+  WEFT_DEVICE bool is_only_one() const { return kSumsByThread && !lines; }
+  WEFT_INNER void store(Vec16* to, uint32_t index, Vec16 value) const {
+    if (lines)
+      store_part(to, {index}, value, tag);
+    else
+      store_vec(to + index, value);
+  }
+  // False: it has not come.
+  WEFT_DEVICE bool load(const Vec16* from, uint32_t index, Vec16& value) const {
+    if (lines) return load_part(from, {index}, tag, value);
+    value = load_vec_fresh(from + index);
+    return true;
+  }
+  // Vectors of a row of this rank, a warp's size apart from `first` on: as many before `last` as there is room for.
+  template <uint32_t kVecs>
+  WEFT_DEVICE void load_row(Warp warp, Vec16 (&held)[kVecs], const Vec16* row, uint32_t first,
+                            uint32_t last) const {
+    if (is_only_one()) return load_row_alone(held, row, first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && holds(index)) held[v] = load_vec(row + vec(index));
+    }
+  }
+  // The same of a row that a peer has written, or writes as lines. Each lane sets `bit` of `missing` if its part has not
+  // all come. A lane without a part does not ask where the row is.
+  template <uint32_t kVecs, class Row>
+  WEFT_DEVICE void load_arrived(Warp warp, Vec16 (&held)[kVecs], Row row, uint32_t first, uint32_t last,
+                                uint32_t& missing, uint32_t bit) const {
+    if (is_only_one()) return load_row_alone(held, row(), first, last);
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v) {
+      const uint32_t index = first + v * warp.size();
+      if (index < last && !load(row(), index, held[v])) missing |= 1u << bit;
+    }
+  }
+};
+
+// One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
+// written in; the peer's last handshake does.
+template <class MeshT>
+WEFT_DEVICE void lose_lines(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                            Site site, uint64_t waited_ns) {
+  const uint64_t arrived_at = low_latency_control(mesh.ranks()).arrived;
+  const auto* arrived = mesh.local() + control_offset(call, arrived_at, mesh.ranks(), epoch, peer);
+  lose(call, peer, site, epoch.number, load_relaxed(reinterpret_cast<const uint64_t*>(arrived)), waited_ns);
+}
+
+// Waits, in the warp, for what a peer sends as lines: came() looks, and says the same in every lane. False:
+// it did not come, and the peer is masked, by now or before, or it is a fault.
+template <class MeshT, class Came>
+WEFT_DEVICE bool await_lines(const LowLatencyCall& call, Warp warp, const MeshT& mesh, Epoch epoch,
+                             uint32_t peer, Site site, Came came) {
+  uint64_t waited_ns = 0;
+  bool is_there = false;
+  const Span traced(warp.rank() == 0 ? call.wait.trace : nullptr, site, peer);
+  auto is_over = [&] { return (is_there = came()) || warp.any(is_masked(call, peer)); };
+  if (poll_together(warp, call.wait, waited_ns, is_over)) return is_there;
+  if (warp.rank() == 0) lose_lines(call, mesh, epoch, peer, site, waited_ns);
+  return false;
+}
+
+// One look of the warp at lines that hold `vecs` vectors, which go to `to` as far as they came. Returns, in
+// each lane, whether the lane's own did.
+WEFT_DEVICE bool take_lines(Warp warp, const Vec16* lines, uint32_t vecs, uint64_t tag, Vec16* to) {
+  bool came = true;
+  for (uint32_t i = warp.rank(); i < parts_of(vecs); i += warp.size()) {
+    const LinePart part{i};
+    Vec16 vec;
+    if (!load_part(lines, part, tag, vec))
+      came = false;
+    else if (part.holds(vecs))
+      to[part.vec()] = vec;
+  }
+  return came;
 }
 
 }  // namespace low_latency

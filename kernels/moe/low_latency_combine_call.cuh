@@ -8,8 +8,7 @@
 // for the replies that those bring. A masked slot has no weight, and its row is not looked at.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
-#include "kernels/moe/low_latency_lines.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -24,34 +23,51 @@ WEFT_DEVICE constexpr uint32_t unmasked(uint32_t weight) {
 inline constexpr int32_t kMaskedSlot = -1;
 inline constexpr int32_t kStraySlot = -2;  // its expert is none that the dispatch sent the token to
 
-// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+// Where everything lies, which a kernel works out once where its sizes are no constants, as a GPU's are.
+template <bool kAreConstant>
 struct CombineLayouts {};
-template <class MeshT>
-struct CombineLayouts<true, MeshT> {
+template <>
+struct CombineLayouts<false> {
   CombineLayout window;
   CombineShared shared;
   RoutesLayout routes;
 };
 
+// How weights and replies travel: MappedCombine (low_latency_combine_send.cuh), where all ranks map each other, or
+// PortCombine (low_latency_combine_ports.cuh). Both have
+//   Replies                  this rank's replies to a batch of an owner: where each is built, and how they leave
+//   kOwnersPlace             an owner's note says where its replies stand: it has come before any is built
+//   weights_at, reply_parts, reply_number, reply    where weights, parts of replies and replies stand
+//   send                     the send phase
+struct MappedCombine;
+struct PortCombine;
+template <bool kAllAreMapped>
+struct CombineDelivery {
+  using type = MappedCombine;
+};
+template <>
+struct CombineDelivery<false> {
+  using type = PortCombine;
+};
+
 template <class MeshT, class Shape>
 struct Combine {
-  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+  using Delivery = typename CombineDelivery<MappedMeshOnly<MeshT>>::type;
 
   const LowLatencyCombineArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  WorkersOf<MeshT> block;
+  Workers block;
   Warp warp;
   Epoch epoch;
-  CombineLayouts<kIsHost, MeshT> kept;
+  CombineLayouts<kIsConstant<Shape>> cached;
 
-  // First of all, on the host.
+  // First of all.
   WEFT_DEVICE void keep_layouts() {
-    if constexpr (kIsHost) {
-      kept.window = lay_out_window();
-      kept.shared = lay_out_shared();
-      kept.routes = lay_out_routes();
+    if constexpr (!kIsConstant<Shape>) {
+      cached.window = lay_out_window();
+      cached.shared = lay_out_shared();
+      cached.routes = lay_out_routes();
     }
   }
 
@@ -60,24 +76,24 @@ struct Combine {
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   // Tokens that came as lines are answered so, unless the answers are LogFMT.
-  WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool has_lines() const { return kHasLines<MeshT> && a.call.lines != 0; }
   WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
-    if constexpr (kIsHost)
-      return kept.routes;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_routes();
+    else
+      return cached.routes;
   }
   WEFT_DEVICE RoutesLayout lay_out_routes() const {
     return routes_layout(shape.ranks, batches(), shape.top_k, shape.weights != 0);
   }
   WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineLayout layout() const {
-    if constexpr (kIsHost)
-      return kept.window;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_window();
+    else
+      return cached.window;
   }
   WEFT_DEVICE CombineLayout lay_out_window() const {
     return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
@@ -91,12 +107,7 @@ struct Combine {
   // The part of a row that makes one piece of a reply.
   WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, reply_parts()); }
   // Of a reply, each of which a warp builds.
-  WEFT_DEVICE const Divisor& reply_parts() const {
-    if constexpr (kPorts)
-      return a.answer_parts;
-    else
-      return a.pieces;
-  }
+  WEFT_DEVICE const Divisor& reply_parts() const { return Delivery::reply_parts(a); }
   WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
   WEFT_DEVICE uint64_t out_row_bytes() const {
     return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
@@ -113,11 +124,7 @@ struct Combine {
   }
   // Offset in the window of the weights that `owner` sends for its token.
   WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
-    if constexpr (kPorts)
-      return note_at(owner) + port_layout().note.weights + token * port_layout().note.weights_stride;
-    else
-      return part_at(a.call.lines != 0) + layout().weights +
-             (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+    return Delivery::weights_at(*this, owner, token);
   }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
@@ -173,7 +180,7 @@ struct Combine {
   }
   // Which weight slot k has, whose row slot `sent` of the dispatch brought.
   WEFT_DEVICE uint32_t weight_slot(uint32_t k, uint32_t sent) const {
-    return a.has_kept_weights != 0 ? sent : k;
+    return a.has_saved_weights != 0 ? sent : k;
   }
   WEFT_DEVICE uint32_t moved_weight(uint32_t token, uint32_t slot) const {
     uint32_t weight = kMaskedWeight;
@@ -192,7 +199,7 @@ struct Combine {
   // does not where x may change before replies come, where x comes row by row, or where a batch has many tokens. Where
   // weights came with the dispatch, phases are mostly separate launches and the code would hardly run.
   WEFT_DEVICE bool sums_own() const {
-    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
+    return kHasLines<MeshT> && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
            batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
   }
   // Owners that get replies of this rank.
@@ -211,9 +218,14 @@ struct Combine {
   WEFT_DEVICE const std::byte* note_from(uint32_t owner) const {
     return mesh.local() + payload_of(mesh, owner) + note_at(owner);
   }
-  WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
-    return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
-           peer * port_layout().note.bytes;
+  WEFT_DEVICE Outgoing<MeshT> note_to(uint32_t peer) const {
+    return {
+        mesh,
+        peer,
+        near_window(mesh, peer),
+        note_at(mesh.rank()),
+        outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes + peer * port_layout().note.bytes,
+        port_places(mesh).payload};
   }
   WEFT_DEVICE uint32_t* places() const {
     if (std::byte* own = own_half()) return reinterpret_cast<uint32_t*>(own + own_layout().places);
@@ -223,75 +235,73 @@ struct Combine {
   WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
     return part_at(false) + port_layout().replies + number * port_layout().stride;
   }
-  // This rank's own part in memory of its device, where there is a board; else null.
+  // This rank's own part in memory of its device, where there is a control page; else null.
   WEFT_DEVICE std::byte* own_half() const {
-    return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
+    const LowLatencyPage page = board_of(a.call, mesh);
+    return page.own ? page.own + epoch.parity * page.own_bytes : nullptr;
   }
   WEFT_DEVICE OwnCombine own_layout() const {
     return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
   }
   // Exact replies may need more room than there is.
   WEFT_DEVICE bool keeps_own(uint32_t owner) const {
-    if constexpr (kPorts)
-      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
-    else
-      return false;
+    const LowLatencyPage page = board_of(a.call, mesh);
+    return page.own && owner == mesh.rank() && own_layout().bytes <= page.own_bytes;
   }
   // Where reply `number` of a rank to this one stands.
   WEFT_DEVICE const std::byte* reply_of(uint32_t rank, uint32_t number) const {
     return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
                            : mesh.local() + payload_of(mesh, rank) + port_reply_at(number);
   }
-  // Where replies cross once for each node.
+  // Where replies cross once for each domain.
   WEFT_DEVICE bool is_shared() const {
-    if constexpr (kPorts)
-      return shape.reply == kReplyReduced && a.carriers != nullptr;
-    else
-      return false;
+    return shape.reply == kReplyReduced && if_ports<MeshT>(a.rail_tables) != nullptr;
   }
-  WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
-    return a.carriers[table * ranks() + of];
+  WEFT_DEVICE uint32_t rail(RailTable table, uint32_t of) const {
+    return a.rail_tables[table * ranks() + of];
   }
   // The rank that sends this rank the replies of `rank`.
-  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
-  // Whether replies to the owner go through the carrier of this node.
-  WEFT_DEVICE bool is_carried(uint32_t owner) const {
-    return is_shared() && carrier(kCarriedNumber, owner) != kNotCarried;
+  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? rail(kRailPeerTo, rank) : rank; }
+  // Whether replies to the owner go through the rail peer of this domain.
+  WEFT_DEVICE bool goes_by_rail(uint32_t owner) const {
+    return is_shared() && rail(kSourceNumber, owner) != kOwnDomain;
   }
   WEFT_DEVICE bool gathers_for(uint32_t owner) const {
-    return is_carried(owner) && carrier(kCarrierFrom, owner) == mesh.rank();
+    return goes_by_rail(owner) && rail(kRailPeerFrom, owner) == mesh.rank();
   }
-  WEFT_DEVICE NodeCombineLayout node_layout() const {
-    return node_combine_layout(port_layout(), batches(), a.node_ranks, a.node_carried);
+  WEFT_DEVICE DomainCombineLayout domain_layout() const {
+    return domain_combine_layout(port_layout(), batches(), a.domain_ranks, a.domain_sources);
   }
-  // Tokens before a batch of an owner, among all in its carrier's outbox.
-  WEFT_DEVICE uint64_t carried_at(uint32_t owner, uint32_t batch) const {
-    return (uint64_t{carrier(kCarriedNumber, owner)} * batches().count + batch) * batches().capacity;
+  // Tokens before a batch of an owner, among all in its rail peer's outbox.
+  WEFT_DEVICE uint64_t source_at(uint32_t owner, uint32_t batch) const {
+    return (uint64_t{rail(kSourceNumber, owner)} * batches().count + batch) * batches().capacity;
   }
   // How many words of a source the kernels of this rank wait for.
   WEFT_DEVICE uint32_t awaited_counts() const { return 0; }
   WEFT_DEVICE uint32_t awaited_words() const {
-    return batches().count * (is_shared() ? 1 + a.node_ranks : 1);
+    return batches().count * (is_shared() ? 1 + a.domain_ranks : 1);
   }
   WEFT_DEVICE bool awaits_word(uint32_t source, uint32_t word) const {
     return word < batches().count ||
-           (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
+           (gathers_for(source) && word / batches().count - 1 != rail(kPlaceInDomain, mesh.rank()));
   }
-  // Of a source's words, those that ranks of this node move.
+  // Of a source's words, those that ranks of this domain move.
   WEFT_DEVICE bool is_near_word(uint32_t word) const { return word >= batches().count; }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 
   WEFT_DEVICE CombineShared shared() const {
-    if constexpr (kIsHost)
-      return kept.shared;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_shared();
+    else
+      return cached.shared;
   }
   WEFT_DEVICE CombineShared lay_out_shared() const {
     return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
   }
-  WEFT_DEVICE uint32_t gathered_words() const { return is_shared() ? a.node_ranks * batches().capacity : 0; }
+  WEFT_DEVICE uint32_t gathered_words() const {
+    return is_shared() ? a.domain_ranks * batches().capacity : 0;
+  }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(block.shared() + offset);
@@ -305,7 +315,7 @@ struct Combine {
   WEFT_DEVICE Vec16* owners_weights() const {
     return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
   }
-  // By place in the node and token of a batch, what note_messages() has noted.
+  // By place in the domain and token of a batch, what note_messages() has noted.
   WEFT_DEVICE uint32_t* gathered(uint32_t place) const {
     return at<uint32_t>(shared().gathered) + place * batches().capacity;
   }
@@ -316,7 +326,7 @@ struct Combine {
 // With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
 template <class C>
 WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
-  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
+  return !kHasFewBlocks && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
 }
 
 // A message of which a warp answers a piece, or a part of one.
@@ -353,8 +363,7 @@ WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
   c.warp.sync();
 }
 
-// On the host: asks for the first lines of a row that is used soon. A core looks ahead by itself along a row, and starts
-// anew with every other one.
+// Where kAsksAhead: asks for the first lines of a row that is used soon.
 WEFT_DEVICE void ask_for_row(const std::byte* row, uint64_t bytes) {
   constexpr uint64_t kLineBytes = 64, kMostBytes = 2048;
   for (uint64_t at = 0; at < bytes && at < kMostBytes; at += kLineBytes) prefetch(row + at);

@@ -1,13 +1,168 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_combine_receive.cuh: receives: sums each token's replies as the words of their batches move or their lines
-// come.
+// come. Replies are those of peers, whose lines a warp waits for as it loads them, and this rank's own, whose rows it sums
+// meanwhile.
 #pragma once
 
-#include "kernels/moe/low_latency_combine_replies.cuh"
+#include "kernels/moe/low_latency_combine_sum.cuh"
 
 namespace weft {
 namespace low_latency {
+
+// Lists, in the warp's own_rows() and weights(), this rank's own rows of a token, in slot order, as their record has them,
+// but for masked slots. weight_of(k) are the bits of a slot's. Returns how many. The warp.
+template <class C, class WeightOf>
+WEFT_DEVICE uint32_t list_own_rows(const C& c, const int32_t* record, bool has_record, WeightOf weight_of) {
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
+    const uint32_t k = first + c.warp.rank();
+    const int32_t row = k < c.top_k() ? record[1 + k] : -1;
+    const bool has_row = has_record && row >= 0;
+    const uint32_t weight = has_row ? weight_of(k) : kMaskedWeight;
+    const bool is_here = has_row && (!c.takes_own_weights() || weight != kMaskedWeight);
+    const uint32_t at = count + c.warp.count_below(is_here);
+    count += c.warp.count(is_here);
+    if (!is_here) continue;
+    c.own_rows()[at] = row;
+    c.weights()[at] = float_of_bits(weight);
+  }
+  c.warp.sync();
+  return count;
+}
+// The same of a token of this rank, whose batch has no other. moved: of has_moved().
+template <class C>
+WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token, bool moved) {
+  const RoutesLayout routes = c.routes();
+  const uint32_t batch_at = c.mesh.rank() * c.batches().count + token;
+  const int32_t* record = c.a.routes + routes.records + batch_at * routes.record_words;
+  const bool has_record = (c.a.routes[routes.counts + batch_at] & kMaxBatchTokens) != 0;
+  return list_own_rows(c, record, has_record, [&](uint32_t k) {
+    return c.takes_own_weights() ? c.weight_bits(token, k, moved)
+                                 : static_cast<uint32_t>(record[1 + c.top_k() + k]);
+  });
+}
+
+// This rank's own reply: the rounded sum of the `count` rows that list_own_rows() has listed. The warp.
+template <class Element, uint32_t kVecs, class C>
+WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t count, Vec16 (&made)[kVecs],
+                              uint32_t first, uint32_t last) {
+  float sums[kVecs][Element::kPerVec] = {};
+  WEFT_ROLLED
+  for (uint32_t row = 0; row < count; row += kOwnRows) {
+    Vec16 held[kOwnRows][kVecs] = {};
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kOwnRows; ++r) {
+      if (row + r >= count) continue;
+      const auto* vecs = reinterpret_cast<const Vec16*>(c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) *
+                                                                    c.a.x_row_bytes);
+      layout.load_row(c.warp, held[r], vecs, first, last);
+    }
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kOwnRows; ++r) {
+      if (row + r >= count) continue;
+      const float weight = c.weights()[row + r];
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        float values[Element::kPerVec] = {};
+        Element::add(values, held[r][v]);
+        for (uint32_t e = 0; e < Element::kPerVec; ++e)
+          sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
+      }
+    }
+  }
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kVecs; ++v) made[v] = Element::round(sums[v]);
+}
+
+// Loads the listed replies. It waits for replies that come as lines; one that does not come counts as
+// zeros. It makes this rank's own reply itself.
+template <class C, class Element>
+struct ReplySource {
+  const C& c;
+  const VecLayout& layout;
+  uint32_t token;
+  uint32_t own;       // which of the listed replies this rank makes itself; none: one beyond all
+  uint32_t own_rows;  // of how many rows
+
+  WEFT_DEVICE const Vec16* reply(uint32_t row) const {
+    return reinterpret_cast<const Vec16*>(
+        C::Delivery::reply(c, peer(row), token, c.rows()[row], layout.lines));
+  }
+  WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
+
+  template <uint32_t kVecs>
+  WEFT_DEVICE void sum_own(Vec16 (&made)[kVecs], uint32_t first, uint32_t last) const {
+    sum_own_rows<Element>(c, layout, own_rows, made, first, last);
+  }
+
+  template <uint32_t kRows, uint32_t kVecs>
+  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
+                              uint32_t last) {
+    if (layout.is_only_one()) {
+      for (uint32_t r = 0; r < kRows && row + r < count; ++r)
+        if (row + r == own)
+          sum_own(held[r], first, last);
+        else
+          load_row_alone(held[r], reply(row + r), first, last);
+      return true;
+    }
+    const bool has_own = own >= row && own < row + kRows;
+    Vec16 made[kVecs] = {};
+    if (has_own) sum_own(made, first, last);
+    uint32_t missing = 0;  // rows of which not all came, in this lane
+    uint32_t lost = 0;     // rows of peers that are masked, or have become so
+    uint64_t waited_ns = 0;
+    auto look = [&] {
+      missing = 0;
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) {
+        if (row + r >= count || row + r == own) continue;
+        const auto row_of_reply = [&] { return reply(row + r); };
+        layout.load_arrived(c.warp, held[r], row_of_reply, first, last, missing, r);
+      }
+      if (!layout.lines || !c.warp.any(missing != 0)) return true;
+      if (c.a.call.masked) lost |= masked_rows<kRows>(row, count);
+      return !c.warp.any((missing & ~lost) != 0);
+    };
+    if (!poll_together(c.warp, c.a.call.wait, waited_ns, look))
+      lost = lose_rows<kRows>(row, missing, waited_ns);
+    if (has_own) {
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r)
+        for (uint32_t v = 0; v < kVecs; ++v)
+          if (row + r == own) held[r][v] = made[v];
+    }
+    if (lost == 0) return true;
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r)
+      for (uint32_t v = 0; v < kVecs; ++v)
+        if ((lost >> r & 1) != 0) held[r][v] = Vec16{};
+    return true;
+  }
+
+  // The same in every lane.
+  template <uint32_t kRows>
+  WEFT_DEVICE uint32_t masked_rows(uint32_t row, uint32_t count) const {
+    uint32_t masked = 0;
+    WEFT_ROLLED
+    for (uint32_t r = 0; r < kRows && row + r < count; ++r)
+      if (c.warp.any(is_masked(c.a.call, peer(row + r)))) masked |= 1u << r;
+    return masked;
+  }
+  template <uint32_t kRows>
+  WEFT_DEVICE uint32_t lose_rows(uint32_t row, uint32_t missing, uint64_t waited_ns) const {
+    uint32_t lost = 0;
+    WEFT_ROLLED
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (!c.warp.any((missing >> r & 1) != 0)) continue;
+      lost |= 1u << r;
+      if (c.warp.rank() == 0)
+        lose_lines(c.a.call, c.mesh, c.epoch, peer(row + r), Site::kLowLatencyCombineRecv, waited_ns);
+    }
+    return lost;
+  }
+};
 
 // ---- step 3
 
@@ -119,10 +274,10 @@ WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&su
   }
 }
 
-// On the host: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
+// Where kAsksAhead: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
 template <class C>
 WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
-  if (C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
+  if (!kAsksAhead || C::Delivery::kOwnersPlace || token >= c.a.call.tokens || c.sent_lines()) return;
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   find_ranks(c, token);
   for (uint32_t k = 0; k < c.top_k(); ++k)
@@ -149,10 +304,10 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
   const Range part =
       layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
   const auto weight_of = [&](uint32_t row) { return is_reduced(c.shape.reply) ? 1.0f : c.weights()[row]; };
-  if (kIsHost && !layout.lines && source.own >= count && c.shape.out_element == c.shape.element &&
+  if (layout.is_only_one() && source.own >= count && c.shape.out_element == c.shape.element &&
       c.shape.accumulate == 0) {
     const auto row_of = [&](uint32_t row) { return reinterpret_cast<const std::byte*>(source.reply(row)); };
-    if (sum_alone<Element>(c, part, count, row_of, weight_of, out)) return;
+    if (sum_by_thread<Element>(c, part, count, row_of, weight_of, out)) return;
   }
   const auto put = [&](uint32_t index, float (&sums)[Element::kPerVec]) {
     if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);
@@ -190,7 +345,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   };
   const uint32_t count = list_rows(c, [&](uint32_t k) {
     return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece))
-               ? reply_number(c, token, slot_of(k))
+               ? C::Delivery::reply_number(c, token, slot_of(k))
                : -1;
   });
   if (!is_reduced(c.shape.reply) || is_log(c.shape.reply))
@@ -224,7 +379,7 @@ WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   WEFT_ROLLED
   for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total) {
-    if constexpr (kIsHost) ask_for_replies(c, (job + share.total) / c.a.receive_splits);
+    ask_for_replies(c, (job + share.total) / c.a.receive_splits);
     sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
   }
 }

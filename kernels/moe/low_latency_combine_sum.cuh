@@ -10,15 +10,8 @@
 namespace weft {
 namespace low_latency {
 
-// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few.
-// Neither holds for a host core.
-inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 2;
-inline constexpr uint32_t kSendRows = kIsHost ? 1 : 4;
-inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
-inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
-inline constexpr uint32_t kFewRanks =
-    kIsHost || kSumVecs < 4 ? 0 : 4;  // bring so few replies that more of each fit
-inline constexpr uint32_t kOwnRows = kIsHost ? 1 : 4;
+// So few ranks bring so few replies that a lane loads more of each; 0: that fits no lane.
+inline constexpr uint32_t kFewRanks = kReceiveRows <= 4 || kSumVecs < 4 ? 0 : 4;
 
 // The sum of weight * element over the `count` listed rows, for this part of what the layout counts.
 // source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is
@@ -59,16 +52,16 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source,
 // The same by one host thread, where rows and their sum are no lines: all at once, to `out`. False: not of such elements, or
 // of so many rows.
 template <class Element, class C, class RowOf, class WeightOf>
-WEFT_DEVICE bool sum_alone(const C& c, Range part, uint32_t count, RowOf row_of, WeightOf weight_of,
-                           std::byte* out) {
-  if constexpr (kSumsAlone) {
+WEFT_DEVICE bool sum_by_thread(const C& c, Range part, uint32_t count, RowOf row_of, WeightOf weight_of,
+                               std::byte* out) {
+  if constexpr (kSumsByThread) {
     if (count > kMostAddedRows) return false;
     const uint64_t first = uint64_t{part.first} * sizeof(Vec16);
     AddedRow rows[kMostAddedRows];
     for (uint32_t i = 0; i < count; ++i) rows[i] = {row_of(i) + first, weight_of(i)};
-    return Element::template sum_alone<true>(out + first, rows, count,
-                                             uint64_t{part.last - part.first} * sizeof(Vec16),
-                                             is_past_caches(c.a.call, c.shape.row_bytes));
+    return Element::template sum_by_thread<true>(out + first, rows, count,
+                                                 uint64_t{part.last - part.first} * sizeof(Vec16),
+                                                 is_past_caches(c.a.call, c.shape.row_bytes));
   }
   return false;
 }

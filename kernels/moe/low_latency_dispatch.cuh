@@ -17,8 +17,8 @@
 //          one word; per rank 8 * Le bytes.
 #pragma once
 
-#include "kernels/moe/low_latency_dispatch_deliver.cuh"
 #include "kernels/moe/low_latency_dispatch_receive.cuh"
+#include "kernels/moe/low_latency_dispatch_send.cuh"
 #include "kernels/moe/low_latency_watch.cuh"
 
 namespace weft {
@@ -26,13 +26,12 @@ namespace weft {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
-  low_latency::Dispatch<MeshT, Shape> d{a,      mesh, shape, low_latency::workers_of<MeshT>(a.call),
+  low_latency::Dispatch<MeshT, Shape> d{a,      mesh, shape, low_latency::workers_of(a.call, mesh),
                                         Warp{}, {},   {}};
   d.keep_layouts();
   auto* shared_epoch = d.template at<uint64_t>(0);
-  if constexpr (kHasPorts<MeshT>)
-    if (low_latency::is_watching(d))
-      return low_latency::watch(d, low_latency::join(a.call, Block{}, d.warp, mesh), shared_epoch);
+  if (low_latency::is_watching(d))
+    return low_latency::watch(d, low_latency::join(a.call, Block{}, d.warp, mesh), shared_epoch);
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, d.warp, mesh);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
@@ -54,7 +53,7 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
     low_latency::receive_batches(d);
   }
-  if constexpr (kHasPorts<MeshT>) low_latency::leave_watched(d);
+  low_latency::leave_watched(d);
 }
 
 }  // namespace weft

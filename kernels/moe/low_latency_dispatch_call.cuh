@@ -4,37 +4,38 @@
 // and counts stand in a window, and what the block keeps in shared memory.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
-#include "kernels/moe/low_latency_lines.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {
 
-// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
-template <bool kIsKept, class MeshT>
+// Where everything lies, which a kernel works out once where its sizes are no constants, as a GPU's are.
+template <bool kAreConstant>
 struct DispatchLayouts {};
-template <class MeshT>
-struct DispatchLayouts<true, MeshT> {
+template <>
+struct DispatchLayouts<false> {
   MessageLayout message;
   DispatchShared shared;
 };
 
 template <class MeshT, class Shape>
 struct Dispatch {
-  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+  // Whether a source's handshake is looked at before anything else that it sent: where that is cheap, and where ports bring
+  // what may be read only then.
+  static constexpr bool kChecksFirst = kIsAllNear || kHasPorts<MeshT>;
   const LowLatencyDispatchArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  WorkersOf<MeshT> block;
+  Workers block;
   Warp warp;
   Epoch epoch;
-  DispatchLayouts<kIsHost, MeshT> kept;
+  DispatchLayouts<kIsConstant<Shape>> cached;
 
-  // First of all, on the host.
+  // First of all.
   WEFT_DEVICE void keep_layouts() {
-    if constexpr (kIsHost) {
-      kept.message = lay_out_message();
-      kept.shared = lay_out_shared();
+    if constexpr (!kIsConstant<Shape>) {
+      cached.message = lay_out_message();
+      cached.shared = lay_out_shared();
     }
   }
 
@@ -55,35 +56,27 @@ struct Dispatch {
     return (rows + padding - 1) / padding * padding;
   }
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
-  // Whether a token crosses the network once for each node (low_latency_ports.h).
-  WEFT_DEVICE bool is_shared() const {
-    if constexpr (kPorts)
-      return a.carriers != nullptr;
-    else
-      return false;
-  }
+  // Whether a token crosses the network once for each domain (low_latency_ports.h).
+  WEFT_DEVICE bool is_shared() const { return if_ports<MeshT>(a.rail_tables) != nullptr; }
   // The rank that gets this rank's messages for a peer.
-  WEFT_DEVICE uint32_t carrier_to(uint32_t peer) const { return is_shared() ? a.carriers[peer] : peer; }
+  WEFT_DEVICE uint32_t rail_peer_to(uint32_t peer) const { return is_shared() ? a.rail_tables[peer] : peer; }
   // The window in which a source's messages and words stand.
   WEFT_DEVICE const std::byte* inbox(uint32_t source) const {
-    return is_shared() ? near_window(mesh, a.carriers[ranks() + source]) : mesh.local();
+    return is_shared() ? near_window(mesh, a.rail_tables[ranks() + source]) : mesh.local();
   }
   WEFT_DEVICE const std::byte* message_from(uint32_t source, uint32_t batch, uint32_t index) const {
     return inbox(source) + payload_of(mesh, source) + message_at(source, batch, index);
   }
-  // Where there is a board, this rank's messages to itself stay in memory of its device.
+  // Where there is a control page, this rank's messages to itself stay in memory of its device.
   WEFT_DEVICE std::byte* own_message(uint32_t batch, uint32_t index) const {
-    return a.call.board.own + epoch.parity * a.call.board.own_bytes +
+    return a.call.page.own + epoch.parity * a.call.page.own_bytes +
            (uint64_t{batch} * batches().capacity + index) * message().stride;
   }
   WEFT_DEVICE bool keeps_own(uint32_t source) const {
-    if constexpr (kPorts)
-      return a.call.board.own && source == mesh.rank();
-    else
-      return false;
+    return board_of(a.call, mesh).own && source == mesh.rank();
   }
   // How many words of a source the kernels of this rank wait for: its counts, and one for each batch.
-  WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
+  WEFT_DEVICE uint32_t awaited_counts() const { return count_words(); }
   WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
   WEFT_DEVICE bool awaits_word(uint32_t, uint32_t) const { return true; }
   WEFT_DEVICE bool is_near_word(uint32_t) const { return false; }
@@ -95,15 +88,15 @@ struct Dispatch {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
   WEFT_DEVICE MessageLayout message() const {
-    if constexpr (kIsHost)
-      return kept.message;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_message();
+    else
+      return cached.message;
   }
   // Whether this rank's tokens leave as lines: one batch has one token then, or none.
-  WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
+  WEFT_DEVICE bool sends_lines() const { return kHasLines<MeshT> && a.call.tokens <= a.line_tokens; }
   // Whether tokens of other ranks may come as lines.
-  WEFT_DEVICE bool takes_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool takes_lines() const { return kHasLines<MeshT> && a.call.lines != 0; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, batches(), shape.top_k, has_weights());
@@ -118,14 +111,14 @@ struct Dispatch {
   // Whether this rank's rows stand once in its own window, where receivers read them: in large calls on the host. Not
   // where ranks can be masked: nobody waits for a masked rank, so rows could change while it still reads them.
   WEFT_DEVICE bool keeps_rows() const {
-    if constexpr (kIsHost && !kPorts)
+    if constexpr (kCopiesAlone && kHasLines<MeshT>)
       return payload_format().encoder == Encoder::kNone && a.call.masked == nullptr && !sends_lines() &&
              is_past_caches(a.call, shape.row_bytes);
     else
       return false;
   }
   // Offset, in the source's window, of a row that the source keeps: the place of the row in a message to itself.
-  WEFT_DEVICE uint64_t kept_row_at(uint32_t source, uint32_t token) const {
+  WEFT_DEVICE uint64_t source_row_at(uint32_t source, uint32_t token) const {
     return message_at(source, 0, token) + message().row;
   }
   // Where its only one stands if that comes as lines.
@@ -134,10 +127,14 @@ struct Dispatch {
     return half_at() + a.call.lines_at + slot * message().line_bytes();
   }
 
+  // A source's count words, with what fills up a unit of a port.
+  WEFT_DEVICE uint32_t count_words() const {
+    return kHasPorts<MeshT> ? port_count_words(local_experts()) : local_experts();
+  }
   // Offset in the window of a source's first count_word().
   WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
     return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
-                          uint64_t{source} * (kPorts ? port_count_words(local_experts()) : local_experts()));
+                          uint64_t{source} * count_words());
   }
   WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
     return reinterpret_cast<const uint64_t*>(control_from(a.call, mesh, source, counts_at(source))) + expert;
@@ -146,21 +143,28 @@ struct Dispatch {
   WEFT_DEVICE DispatchOutbox outbox() const {
     return dispatch_outbox(shape.ranks, local_experts(), batches(), message());
   }
-  // Offsets in the outbox for a port peer: message `index` of a batch, and the first count_word().
-  WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t batch, uint32_t index) const {
+  // A batch's messages to a peer, from number `index` on, or the only one as lines.
+  WEFT_DEVICE Outgoing<MeshT> messages_to(uint32_t peer, uint32_t batch, uint32_t index) const {
     const uint64_t slot = (uint64_t{peer} * batches().count + batch) * batches().capacity + index;
-    return outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride;
+    return {mesh,
+            peer,
+            near_window(mesh, peer),
+            sends_lines() ? line_message_at(mesh.rank(), batch) : message_at(mesh.rank(), batch, index),
+            outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride,
+            port_places(mesh).payload};
   }
-  WEFT_DEVICE uint64_t outgoing_counts_at(uint32_t peer) const {
-    return outbox_offset(a.call, shape.ranks, epoch) + outbox().counts +
-           uint64_t{peer} * port_count_words(local_experts()) * 8;
+  // The count words that a peer gets.
+  WEFT_DEVICE Outgoing<MeshT> counts_to(uint32_t peer) const {
+    return outgoing_control(
+        a.call, mesh, peer, counts_at(mesh.rank()),
+        outbox_offset(a.call, shape.ranks, epoch) + outbox().counts + uint64_t{peer} * count_words() * 8);
   }
 
   WEFT_DEVICE DispatchShared shared() const {
-    if constexpr (kIsHost)
-      return kept.shared;
-    else
+    if constexpr (kIsConstant<Shape>)
       return lay_out_shared();
+    else
+      return cached.shared;
   }
   WEFT_DEVICE DispatchShared lay_out_shared() const {
     return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
@@ -182,6 +186,10 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
+  // What slot `slot` of the current token chose. Lane `slot` has it as `mine` where a warp has a lane for every slot.
+  WEFT_DEVICE int32_t choice_of(int32_t mine, uint32_t slot) const {
+    return Warp::kMaxSize >= kMostTopK ? warp.broadcast(mine, slot) : slot_choice()[slot];
+  }
   // The ranks that the current token goes to.
   WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
   WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }

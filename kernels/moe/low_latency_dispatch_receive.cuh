@@ -1,13 +1,157 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch_receive.cuh: receives messages: follows the batches of all sources and copies each message to the
-// rows of its experts as the batch's word moves or its lines come, and notes where its answer goes.
+// low_latency_dispatch_receive.cuh: receives counts and messages. One warp of every block waits for the counts of all sources
+// and finds where each source's rows begin among those of an expert; the last block reports. The others follow the batches
+// of all sources and copy each message to the rows of its experts as the batch's word moves or its lines come, and note
+// where its answer goes.
 #pragma once
 
-#include "kernels/moe/low_latency_dispatch_segments.cuh"
+#include "kernels/moe/low_latency_dispatch_call.cuh"
 
 namespace weft {
 namespace low_latency {
+
+inline constexpr uint32_t kCountsInFlight = 8;
+
+// ---- step 3
+
+// The warp: waits for the counts of all sources for all experts here, from word `first` on, as many words as its lanes ask
+// for at once, and notes them in begin(), in the same order. A source that does not say so sends nothing.
+template <class D>
+WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
+  const uint32_t words = d.ranks() * d.local_experts();
+  auto at = [&](uint32_t i) { return first + d.warp.rank() + i * d.warp.size(); };
+  auto source_of = [&](uint32_t i) { return at(i) / d.local_experts(); };
+  auto word_at = [&](uint32_t i) { return d.count_word_at(source_of(i), at(i) % d.local_experts()); };
+  auto is_awaited = [&](uint32_t i) {
+    return at(i) < words && at(i) % d.local_experts() < d.own_experts() && d.sends_rows()[source_of(i)] != 0;
+  };
+  if (at(0) >= words) return;
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, source_of(0));
+  uint64_t seen[kCountsInFlight] = {};
+  auto all_came = [&] {
+    bool came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i)
+      if (at(i) < words) seen[i] = load_relaxed(word_at(i));
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i) {
+      if (!is_awaited(i) || is_of_call(seen[i], d.epoch.number)) continue;
+      traced.set_peer(source_of(i));
+      came = false;
+    }
+    return came;
+  };
+  uint64_t waited_ns = 0;
+  const auto& rule = wait_rule(d.a.call, d.mesh);
+  const bool came = poll(rule, waited_ns, all_came);
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kCountsInFlight; ++i)
+    if (at(i) < words) d.begin()[at(i)] = static_cast<uint32_t>(seen[i]);
+  WEFT_ROLLED
+  for (uint32_t i = 0; !came && i < kCountsInFlight; ++i) {
+    if (!is_awaited(i)) continue;
+    const uint64_t word = load_relaxed(word_at(i));
+    if (is_of_call(word, d.epoch.number)) continue;
+    lose(d.a.call, source_of(i), Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
+    d.sends_rows()[source_of(i)] = 0;
+  }
+}
+
+// The last block, which has least to unpack, looks for ranks that make another call; where that is cheap each block
+// does. The warp.
+template <class D>
+WEFT_DEVICE void check_sources(const D& d) {
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    if (d.sends_rows()[source] != 0 &&
+        (!await_handshake(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
+         !agrees(d.a.call, d.mesh, d.epoch, source, 0)))
+      d.sends_rows()[source] = 0;
+  d.warp.sync();
+}
+
+// The same warp, when it knows how many rows each expert has: begin()[source][expert] becomes a place among all rows.
+template <class D>
+WEFT_DEVICE void pack_segments(const D& d, bool reports) {
+  d.warp.sync();
+  uint32_t before = 0;  // rows of the experts of earlier turns, with their padding
+  WEFT_ROLLED
+  for (uint32_t first = 0; first < d.own_experts(); first += d.warp.size()) {
+    const uint32_t expert = first + d.warp.rank();
+    const uint32_t rows = expert < d.own_experts() ? d.padded(d.expert_rows()[expert]) : 0;
+    const uint32_t at = before + d.warp.scan_exclusive(rows);
+    before = d.warp.broadcast(at + rows, d.warp.size() - 1);
+    WEFT_ROLLED
+    for (uint32_t source = 0; expert < d.own_experts() && source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      if (reports) {
+        const uint32_t next = source + 1 < d.ranks() ? d.begin()[(source + 1) * d.local_experts() + expert]
+                                                     : d.expert_rows()[expert];
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{at + segment} << 32 | (next - segment));
+      }
+      segment += at;
+    }
+  }
+  if (reports && d.warp.rank() == 0 && before > d.a.max_rows)
+    raise(d.a.call.wait.fault, Site::kPackedCapacity, d.a.call.wait.self, 0, d.a.max_rows, before, 0);
+}
+
+// One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
+// The last block also reports them.
+template <class D>
+WEFT_DEVICE void find_segments(const D& d) {
+  const Span traced(d.a.call.wait.trace, Work::kSegments, d.warp.rank() == 0);
+  const bool reports = d.block.index() + 1 == d.block.count();
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    d.sends_rows()[source] = d.present()[source];
+  d.warp.sync();
+  // Before the counts: a rank that makes another call has other counts, and counts that come through a port are there
+  // once the handshake is.
+  if (reports || D::kChecksFirst) check_sources(d);
+  WEFT_ROLLED
+  for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
+    await_counts(d, first);
+  d.warp.sync();
+  WEFT_ROLLED
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
+    uint32_t begin = 0;
+    WEFT_ROLLED
+    for (uint32_t source = 0; source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      const uint32_t count = d.sends_rows()[source] != 0 ? segment : 0;
+      segment = begin;
+      if (reports && !d.is_packed())
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{begin} << 32 | count);
+      begin += count;
+    }
+    if (d.is_packed()) d.expert_rows()[expert] = begin;
+    if (!reports) continue;
+    // With room for R * M rows, only tokens that name an expert more than once can bring too many.
+    if (!d.is_packed() && begin > d.a.expert_rows)
+      raise(d.a.call.wait.fault,
+            d.a.expert_rows < d.ranks() * d.a.call.max_tokens ? Site::kExpertCapacity
+                                                              : Site::kLowLatencyCapacity,
+            d.a.call.wait.self, expert, d.a.expert_rows, begin, 0);
+    d.a.counts[expert] = static_cast<int32_t>(begin);
+    if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
+  }
+  if (d.is_packed()) pack_segments(d, reports);
+  if (reports && d.warp.rank() == 0) {
+    *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
+    d.a.routes[d.routes().lines] = d.sends_lines() ? 1 : 0;
+  }
+  d.warp.sync();
+  if (d.warp.rank() == 0) store_release_block(d.found(), uint32_t{1});
+}
+
+// Every warp: waits until find_segments(), whose own waits are bounded, is done.
+template <class D>
+WEFT_DEVICE void await_segments(const D& d) {
+  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause_near(polls);
+  d.warp.sync();
+}
 
 // Vectors of a message that a lane asks for at once: memory is far.
 inline constexpr uint32_t kVecsInFlight = 4;
@@ -43,7 +187,8 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   return {static_cast<int32_t>(expert * d.a.expert_rows + in_expert), expert, in_expert};
 }
 
-// Whether the message in head() has a row for this rank: what crosses once for a node may be for others of it. The warp.
+// Whether the message in head() has a row for this rank: what crosses once for a domain may be for others of it. The
+// warp.
 template <class D>
 WEFT_DEVICE bool is_for_this_rank(const D& d) {
   if (!d.is_shared()) return true;
@@ -134,10 +279,7 @@ WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, co
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   for (uint32_t k = 0; k < count; ++k) {
     std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
-    if (is_past_caches(d.a.call, d.shape.row_bytes))
-      copy_past_caches(row, from, row_bytes);
-    else
-      copy_alone(row, from, row_bytes);
+    copy_row_alone(row, from, row_bytes, is_past_caches(d.a.call, d.shape.row_bytes));
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
@@ -154,7 +296,7 @@ struct Incoming {
   Range part;
   const Vec16* message;            // the lines, until a word says that there are others
   Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
-  bool has_chunk = false;          // these were asked for
+  bool has_first = false;          // these were asked for
   bool came = false;               // in this lane, all of these
 
   WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_batch, uint32_t of_split)
@@ -178,11 +320,11 @@ struct Incoming {
   }
 
   // A look at the head of lines, and, if the others are likely to come with it, at the part. Each lane's own.
-  WEFT_DEVICE bool look(bool takes_chunk) {
-    has_chunk = takes_chunk;
-    if (takes_chunk) load(part.first);
+  WEFT_DEVICE bool look(bool takes_first) {
+    has_first = takes_first;
+    if (takes_first) load(part.first);
     const bool head_came = take_lines(d.warp, message, d.message().head_vecs(), d.tag(), d.head());
-    return head_came && (!takes_chunk || came);
+    return head_came && (!takes_first || came);
   }
   // The messages that a word announces.
   WEFT_DEVICE void take(uint32_t index) {
@@ -192,8 +334,8 @@ struct Incoming {
     }
     message = reinterpret_cast<const Vec16*>(d.keeps_own(source) ? d.own_message(batch, index)
                                                                  : d.message_from(source, batch, index));
-    has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
-    if (has_chunk) load(part.first);
+    has_first = !kCopiesAlone && !d.is_shared();  // which may be for another rank
+    if (has_first) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
   }
@@ -201,8 +343,7 @@ struct Incoming {
   // Where the message's row is: in its body, or where its source keeps it. On the host.
   WEFT_DEVICE const std::byte* row_of_message() const {
     const auto* head = reinterpret_cast<const uint32_t*>(d.head());
-    if (!D::kPorts && head[kHeadKeepsRow] != 0)
-      return near_window(d.mesh, source) + d.kept_row_at(source, head[0]);
+    if (head[kHeadKeepsRow] != 0) return near_window(d.mesh, source) + d.source_row_at(source, head[0]);
     return reinterpret_cast<const std::byte*>(message + d.message().head_vecs());
   }
 
@@ -212,14 +353,14 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
-    const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
-    if (is_whole) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
+    const bool is_full = kCopiesAlone && !layout.lines && d.a.receive_splits.value == 1;
+    if (is_full) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
     WEFT_ROLLED
-    for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
+    for (uint32_t first = is_full ? part.last : part.first; first < part.last;
          first += kVecsInFlight * d.warp.size()) {
-      if (!has_chunk) load(first);
-      has_chunk = false;
-      if (layout.lines && d.warp.any(!came) && !await_chunk(first)) return false;
+      if (!has_first) load(first);
+      has_first = false;
+      if (layout.lines && d.warp.any(!came) && !await_load(first)) return false;
       uint32_t vecs[kVecsInFlight];
       WEFT_UNROLL
       for (uint32_t i = 0; i < kVecsInFlight; ++i) {
@@ -232,7 +373,7 @@ struct Incoming {
     d.warp.sync();
     return true;
   }
-  WEFT_DEVICE bool await_chunk(uint32_t first) {
+  WEFT_DEVICE bool await_load(uint32_t first) {
     return await_lines(d.a.call, d.warp, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv, [&] {
       load(first);
       return !d.warp.any(!came);
@@ -243,8 +384,8 @@ struct Incoming {
 template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
-  if constexpr (D::kPorts)
-    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+  if (board_of(d.a.call, d.mesh).control)
+    return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + records_of(d.mesh, source) + at);
 }
 
@@ -253,10 +394,10 @@ WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t bat
 template <class D>
 WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   const uint64_t* at = batch_word(d, incoming.source, incoming.batch);
-  const bool takes_chunk = d.sends_lines();  // a rank with few tokens mostly has peers with few
+  const bool takes_first = d.sends_lines();  // a rank with few tokens mostly has peers with few
   auto look = [&] {
     word = d.warp.rank() == 0 ? load_signal(at) : 0;
-    const bool came = incoming.look(takes_chunk);
+    const bool came = incoming.look(takes_first);
     return !d.warp.any(!came) || d.warp.any(word >= want);
   };
   const bool is_there =

@@ -24,8 +24,9 @@ namespace weft {
 inline constexpr uint32_t kMaxBatches = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
 inline constexpr uint32_t kWordsPerSource = 1024;  // batches, or (batch, piece) pairs in combine
 inline constexpr uint32_t kMaxExperts = 16384;
-inline constexpr uint32_t kCarrierTables = 5;  // see low_latency_ports.h
-inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
+inline constexpr uint32_t kMostTopK = 32;
+inline constexpr uint32_t kRailTables = 5;  // see low_latency_ports.h
+inline constexpr uint32_t kCallSlots = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.
 struct LowLatencyState {
@@ -34,9 +35,9 @@ struct LowLatencyState {
   uint64_t watched;      // launches that the watching block has seen the end of
   uint64_t left;         // kLaunchShare for each launch whose other blocks have all come to their end
   uint64_t raised;       // of the fault box, as the watching block last saw it
-  uint64_t call_epoch[kTickets];
+  uint64_t call_epoch[kCallSlots];
 };
-static_assert(sizeof(LowLatencyState) == 48 + 8 * kTickets);
+static_assert(sizeof(LowLatencyState) == 48 + 8 * kCallSlots);
 
 // The arguments that a rank sends to every peer at the start of a call; they must agree.
 struct LowLatencyHandshake {
@@ -48,14 +49,14 @@ struct LowLatencyHandshake {
 static_assert(sizeof(LowLatencyHandshake) == 32);
 
 struct LowLatencyControl {
-  uint64_t state;      // LowLatencyState of this rank
-  uint64_t masked;     // u32[R] of this rank: 1 for peers to leave out
-  uint64_t consumed;   // u64[2][R]          by half, peer: the last call that the peer has read whole
-  uint64_t arrived;    // u64[2][R]          by half, source: the last call whose handshake or weights came
-  uint64_t counts;     // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
-  uint64_t handshake;  // LowLatencyHandshake[2][R]
-  uint64_t word;       // u64[2][R][kWordsPerSource]
-  uint64_t carriers;   // CarrierTables of this rank: see low_latency_ports.h
+  uint64_t state;        // LowLatencyState of this rank
+  uint64_t masked;       // u32[R] of this rank: 1 for peers to leave out
+  uint64_t consumed;     // u64[2][R]          by half, peer: the last call that the peer has read whole
+  uint64_t arrived;      // u64[2][R]          by half, source: the last call whose handshake or weights came
+  uint64_t counts;       // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
+  uint64_t handshake;    // LowLatencyHandshake[2][R]
+  uint64_t word;         // u64[2][R][kWordsPerSource]
+  uint64_t rail_tables;  // RailTables of this rank: see low_latency_ports.h
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -68,7 +69,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.handshake = carver.take(2 * ranks * sizeof(LowLatencyHandshake));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
-  at.carriers = carver.take(kCarrierTables * ranks * 4);
+  at.rail_tables = carver.take(kRailTables * ranks * 4);
   at.end = carver.take(0);
   return at;
 }
@@ -114,10 +115,10 @@ WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
   return a > b ? a : b;
 }
 
-// A token on its way to one rank, or to a node: a head and a body. The head has u32 words {token, 1 where the source keeps
-// the row (host alone: kept_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any}, the body the
-// row and its scales. The expert is the rank's own number of it, or -1; in a message to a node the number among all
-// experts. As lines, those of the head come first.
+// A token on its way to one rank, or to a domain: a head and a body. The head has u32 words {token, 1 where the source
+// keeps the row (host alone: source_row_at()), reserved x 2, expert [K], place in its segment [K], weight [K] if any},
+// the body the row and its scales. The expert is the rank's own number of it, or -1; in a message to a domain the
+// number among all experts. As lines, those of the head come first.
 inline constexpr uint32_t kHeadKeepsRow = 1;
 struct MessageLayout {
   uint64_t expert;  // in words
@@ -197,8 +198,8 @@ struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
   uint64_t lines;   // 1: this rank's tokens travelled as lines
   uint64_t counts;  // i32[R][batches], with kCameAsLines
-  uint64_t
-      records;  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
+  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any.
+  uint64_t records;
   uint64_t record_words;
   uint64_t chosen;   // i32[M][K] of this rank's tokens, in the order of topk_idx: the expert or -1
   uint64_t weights;  // f32[M][K], if any
@@ -276,8 +277,8 @@ struct CombineShared {
   uint64_t weight;  // f32[warps][K]
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
-  uint64_t
-      gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_node.cuh
+  // u32[gathered words] with replies once for each domain: see low_latency_combine_ports.cuh.
+  uint64_t gathered;
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps,
@@ -292,6 +293,82 @@ WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_
   at.rank = carver.take(warps * top_k * 4, 16);
   at.owners = carver.take(warps * round_up_16(top_k * 4), 16);
   at.gathered = carver.take(gathered_words * 4, 16);
+  at.bytes = carver.end();
+  return at;
+}
+
+// ---- calls whose rows go by bulk copies (low_latency_dispatch_bulk.cuh, low_latency_combine_bulk.cuh): behind what every
+// call has, a part for each warp
+
+// A lane has one place of a row, at most.
+inline constexpr uint32_t kMostBulkTopK = kMostTopK;
+inline constexpr uint32_t kMostBulkPieceBytes = 2560;
+
+// Rows go in pieces as even as they come.
+WEFT_DEVICE constexpr uint32_t bulk_piece_bytes(uint64_t row_bytes) {
+  const uint64_t pieces = (row_bytes + kMostBulkPieceBytes - 1) / kMostBulkPieceBytes;
+  return static_cast<uint32_t>(round_up_16((row_bytes + pieces - 1) / pieces));
+}
+
+// Batches of one token that a warp sends before it waits until they have arrived.
+inline constexpr uint32_t kBatchesTogether = 4;
+
+// Each warp has its own copy of the DispatchShared fields of a block's token.
+struct DispatchBulkShared {
+  uint64_t parts;  // [warps] of part_bytes
+  uint64_t slot;   // in a part, like what follows
+  uint64_t targets;
+  uint64_t target;
+  uint64_t place;
+  uint64_t sent;  // u32[kBatchesTogether][R]
+  uint64_t prefix;
+  uint64_t part_bytes;
+  uint64_t pipes;  // [warps] of pipe_bytes(bulk_piece_bytes())
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr DispatchBulkShared dispatch_bulk_shared(uint64_t base_bytes, uint64_t ranks,
+                                                              uint64_t experts_per_rank, uint64_t top_k,
+                                                              uint64_t warps, uint64_t row_bytes) {
+  Carver part;
+  DispatchBulkShared at{};
+  at.slot = part.take(4 * top_k * 4, 16);
+  at.targets = part.take(4, 16);
+  at.target = part.take(top_k * 4, 16);
+  at.place = part.take(top_k * 8, 16);
+  at.sent = part.take(kBatchesTogether * ranks * 4, 16);
+  at.prefix = part.take(ranks * experts_per_rank * 4, 16);
+  at.part_bytes = part.end();
+  Carver carver(base_bytes);
+  at.parts = carver.take(warps * at.part_bytes);
+  at.pipes = carver.take(warps * pipe_bytes(bulk_piece_bytes(row_bytes)));
+  at.bytes = carver.end();
+  return at;
+}
+
+// Pieces of rows that a warp has asked for, and of sums that are on their way.
+inline constexpr uint32_t kBulkQueueSlots = 3;
+
+// Two lists of rows for each warp: what it sums, and what comes next.
+struct CombineBulkShared {
+  uint64_t parts;   // [warps] of part_bytes
+  uint64_t row;     // in a part: const std::byte*[2][K]
+  uint64_t weight;  // f32[2][K]
+  uint64_t part_bytes;
+  uint64_t queues;   // [warps] of queue_bytes(kBulkQueueSlots)
+  uint64_t writers;  // [warps] of kWriterBytes
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr CombineBulkShared combine_bulk_shared(uint64_t base_bytes, uint64_t top_k,
+                                                            uint64_t warps) {
+  Carver part;
+  CombineBulkShared at{};
+  at.row = part.take(2 * top_k * 8, 16);
+  at.weight = part.take(2 * top_k * 4, 16);
+  at.part_bytes = part.end();
+  Carver carver(base_bytes);
+  at.parts = carver.take(warps * at.part_bytes);
+  at.queues = carver.take(warps * queue_bytes(kBulkQueueSlots));
+  at.writers = carver.take(warps * kWriterBytes);
   at.bytes = carver.end();
   return at;
 }

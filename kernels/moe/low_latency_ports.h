@@ -9,17 +9,17 @@
 // and leaves in ranges, one or more for each batch. Batches have more tokens here, so that a range is worth a write.
 // Each peer has its own part of the outbox, so unsent data for a masked peer is not overwritten.
 //
-// Where a token crosses the network once for each node, it goes to the node's carrier, the rank there with the source's
-// own place. All ranks of the node read it in the carrier's window, which they map. The carrier forwards nothing, so no
-// launch waits for another rank's launch; every rank acknowledges to the source what it has read, as always. Counts and
-// handshakes go to each rank.
+// Where a token crosses the network once for each domain (two_level_args.h), it goes to the source's rail peer there.
+// All ranks of the domain read it in the rail peer's window, which they map. The rail peer forwards nothing, so no
+// launch waits for another rank's launch. Every rank acknowledges to the source what it has read. Counts and handshakes
+// go to each rank.
 //
 // Replies to a batch stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
 // The owner tells each rank where its own begin.
 //
-// A sum of a node's replies to a token crosses once, too, where that is shorter. The rank that carries an owner's tokens to
-// its node gathers the replies: the others store theirs to its outbox, each row at the place of its token, and beside it
-// which slot of the token it is the first of. The carrier's answers stand in the same outbox.
+// A sum of a domain's replies to a token crosses once, too, where that is shorter. The owner's rail peer gathers the
+// replies: the others store theirs to its outbox, each row at the place of its token, with the slot of the token that
+// the row is the first of. The rail peer's answers stand in the same outbox.
 #pragma once
 
 #include "kernels/moe/low_latency_args.h"
@@ -35,15 +35,15 @@ WEFT_DEVICE constexpr Batches port_batches_of(uint32_t max_tokens) {
   return {(max_tokens + capacity - 1) / capacity, capacity};
 }
 
-// LowLatencyControl::carriers: u32[kCarrierTables][R].
-enum CarrierTable : uint32_t {
-  kCarrierTo,    // by peer: the rank that gets what this rank has for it, and sends what it has for this rank
-  kCarrierFrom,  // by source: the rank of this node in whose window its messages stand, and which answers it
-  kCarriedNumber,  // by source: which of those that its carrier serves it is; kNotCarried: it is of this node
-  kPlaceInNode,    // by rank of this node
-  kRankOfNode,     // by place
+// LowLatencyControl::rail_tables: u32[kRailTables][R].
+enum RailTable : uint32_t {
+  kRailPeerTo,  // by peer: the rank that gets what this rank has for it, and sends what it has for this rank
+  kRailPeerFrom,  // by source: the rank of this domain in whose window its messages stand, and which answers it
+  kSourceNumber,  // by source: its number among the sources of its rail peer here; kOwnDomain: it is of this domain
+  kPlaceInDomain,  // by rank of this domain
+  kRankOfDomain,   // by place
 };
-inline constexpr uint32_t kNotCarried = ~uint32_t{0};
+inline constexpr uint32_t kOwnDomain = ~uint32_t{0};
 
 // Puts are of whole units of 16 bytes: a source's count words come in pairs.
 WEFT_DEVICE constexpr uint32_t port_count_words(uint32_t experts_per_rank) {
@@ -68,7 +68,7 @@ WEFT_DEVICE constexpr DispatchOutbox dispatch_outbox(uint64_t ranks, uint32_t ex
   return at;
 }
 
-// The note of an owner to every rank: where the replies of that rank, or its node, to each batch begin, u32[batches],
+// The note of an owner to every rank: where the replies of that rank, or its domain, to each batch begin, u32[batches],
 // counted in replies; how many tokens each batch has, but for the last; then, with a reduced reply, the weights of its
 // tokens, f32[T][K in whole vectors].
 struct NoteLayout {
@@ -122,33 +122,34 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
   return at;
 }
 
-// The outbox's layout in place of `answers` where replies cross once for each node. A node has `node_ranks` ranks, each
-// of which carries for `carried` owners at most. From the outbox:
-struct NodeCombineLayout {
-  uint64_t answers;  // [carried][batches][capacity] of the stride: to the owners that this rank carries for
-  uint64_t rows;  // [carried][batches][node_ranks - 1][capacity] of the stride: what the others have for them
+// The outbox's layout in place of `answers` where replies cross once for each domain. A domain has `domain_ranks`
+// ranks, each of which has `sources` sources at most. From the outbox:
+struct DomainCombineLayout {
+  uint64_t answers;  // [sources][batches][capacity] of the stride: to this rank's sources
+  // [sources][batches][domain_ranks - 1][capacity] of the stride: what the others have for them.
+  uint64_t rows;
   uint64_t slots;  // u32, of the same shape: the token's slot that a row is the first of, plus one; 0: no row
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr NodeCombineLayout node_combine_layout(const PortCombineLayout& at, Batches batches,
-                                                            uint32_t node_ranks, uint32_t carried) {
-  const uint64_t tokens = uint64_t{carried} * batches.count * batches.capacity;
+WEFT_DEVICE constexpr DomainCombineLayout domain_combine_layout(const PortCombineLayout& at, Batches batches,
+                                                                uint32_t domain_ranks, uint32_t sources) {
+  const uint64_t tokens = uint64_t{sources} * batches.count * batches.capacity;
   Carver carver(at.answers);
-  NodeCombineLayout node{};
-  node.answers = carver.take(tokens * at.stride);
-  node.rows = carver.take(tokens * (node_ranks - 1) * at.stride);
-  node.slots = carver.take(tokens * (node_ranks - 1) * 4);
-  node.bytes = carver.end();
-  return node;
+  DomainCombineLayout domain{};
+  domain.answers = carver.take(tokens * at.stride);
+  domain.rows = carver.take(tokens * (domain_ranks - 1) * at.stride);
+  domain.slots = carver.take(tokens * (domain_ranks - 1) * 4);
+  domain.bytes = carver.end();
+  return domain;
 }
-// The index, among a source's words, of the one by which the rank at a place in the node says that its replies to a
+// The index, among a source's words, of the one by which the rank at a place in the domain says that its replies to a
 // batch of that source are there.
-WEFT_DEVICE constexpr uint32_t node_word(Batches batches, uint32_t place, uint32_t batch) {
+WEFT_DEVICE constexpr uint32_t domain_word(Batches batches, uint32_t place, uint32_t batch) {
   return batches.count * (1 + place) + batch;
 }
 
-// The data that a rank keeps in memory of its device where there is a board (LowLatencyBoard::own), from the start of
-// a half. A dispatch: the messages to itself, [batches][capacity] of the message's stride. A combine:
+// The data that a rank keeps in memory of its device where there is a control page (LowLatencyPage::own), from the
+// start of a half. A dispatch: the messages to itself, [batches][capacity] of the message's stride. A combine:
 struct OwnCombine {
   uint64_t places;   // u32[M][K], as above
   uint64_t replies;  // [batches][batch_answers] of the stride: to itself

@@ -3,14 +3,14 @@
 // low_latency_watch.cuh: the block that watches. Where ranks have port peers, the windows of GPUs lie in memory of the
 // host: a poll of a word there crosses PCIe, and polls of many warps at one line are served one after the other, ahead
 // of other loads and stores. So one block of a launch polls for all others, each of its threads other words, and copies
-// changes to the board (LowLatencyBoard::control), which the others poll. A rank's signals to itself go to the board at
-// once.
+// changes to the control page (LowLatencyPage::control), which the others poll. A rank's signals to itself go to the
+// control page at once.
 // Waits: until all other blocks have come to their end, whose own waits are bounded.
-// Order: a thread that sees a word on the board sees everything that a thread would see that acquires the word in the
-// window.
+// Order: a thread that sees a word on the control page sees everything that a thread would see that acquires the word
+// in the window.
 #pragma once
 
-#include "kernels/moe/low_latency_handshake.cuh"
+#include "kernels/moe/low_latency_call.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -93,9 +93,11 @@ class Watcher {
             reinterpret_cast<uint64_t*>(control_at(c_.a.call, c_.mesh, offset))};
   }
 
-  // Where windows have two parts the board is the window's own control area: near peers store there.
+  // Where windows have two parts the control page is the window's own control area: near peers store there.
   WEFT_DEVICE bool has_parts() const { return port_places(c_.mesh).records != 0; }
-  WEFT_DEVICE bool is_told_here(uint32_t source) const { return has_parts() && !is_port(c_.mesh, source); }
+  WEFT_DEVICE bool is_told_here(uint32_t source) const {
+    return has_parts() && near_window(c_.mesh, source) != nullptr;
+  }
 
   WEFT_DEVICE void copy_handshake(uint32_t source) const {
     const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
@@ -127,7 +129,7 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
   WEFT_ROLLED
   for (uint32_t rounds = 0; load_relaxed(&state->left) < (launches + 1) * kLaunchShare; ++rounds) {
     watcher.look();
-    if constexpr (kIsHost) pause(rounds);
+    pause_near(rounds);
   }
   c.block.sync();
   if (c.block.rank() == 0) store_relaxed(&state->watched, launches + 1);
@@ -136,13 +138,13 @@ WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
 // Whether this block watches.
 template <class C>
 WEFT_DEVICE bool is_watching(const C& c) {
-  return c.a.call.board.control && Block{}.index() == 0;
+  return board_of(c.a.call, c.mesh).control && Block{}.index() == 0;
 }
 
 // Every other block, at its end.
 template <class C>
 WEFT_DEVICE void leave_watched(const C& c) {
-  if (!c.a.call.board.control) return;
+  if (!board_of(c.a.call, c.mesh).control) return;
   c.block.sync();
   if (c.block.rank() != 0) return;
   const bool is_last = c.block.index() + 1 == c.block.count();

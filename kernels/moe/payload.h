@@ -2,7 +2,7 @@
 //
 // payload.h: the formats in which a low-latency dispatch sends its rows. All that host, kernels and Python know of one
 // stands in its row here. To add a format: its row; where no encoder fits, one in kernels/core/quantise.cuh and its
-// branch in send_row() (low_latency_dispatch_build.cuh); and the options that ask for it in find_format()
+// branch in send_row() (low_latency_dispatch_send.cuh); and the options that ask for it in find_format()
 // (python/weft/moe/low_latency_formats.py).
 #pragma once
 

@@ -25,47 +25,27 @@ WEFT_DEVICE const RendezvousRecord* rendezvous_record(const Rendezvous& x, const
   return records + (epoch & 1) * mesh.ranks() + peer;
 }
 
-// One lane per peer. Peers behind ports get this rank's own copy of its record, where ports put from, and the signal behind
-// it.
-template <class MeshT>
-WEFT_DEVICE void post_record_to_ports(const Rendezvous& x, Warp warp, const MeshT& mesh,
-                                      const RendezvousRecord& mine, uint64_t epoch) {
-  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(RendezvousRecord);
-  const uint64_t signal = x.signal_at + mesh.rank() * 8;
-  const auto* words = reinterpret_cast<const uint64_t*>(&mine);
-  const auto write = [&](std::byte* window) {
-    auto* record = reinterpret_cast<uint64_t*>(window + offset);
-    for (uint32_t i = 0; i < sizeof(RendezvousRecord) / 8; ++i) store_relaxed(record + i, words[i]);
-  };
-  const int64_t places = port_places(mesh).records;
-  if (warp.rank() == 0) {
-    write(mesh.local());
-    if (places != 0) write(mesh.local() + places);
-  }
-  warp.sync();
-  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
-    if (is_port(mesh, peer)) {
-      mesh.to(peer).put_with_signal(OneThread{}, in_part(offset, places), in_part(offset, places),
-                                    sizeof(RendezvousRecord), in_part(signal, places), epoch);
-      continue;
-    }
-    // This rank's own copy is the source of the puts before: it is not written again.
-    if (peer != mesh.rank()) write(near_window(mesh, peer));
-    put_word(mesh, peer, signal, epoch);
-  }
-}
-
-// One lane per peer.
+// One lane per peer. Peers behind ports get this rank's own copy of its record, which is written before them and not again.
 template <class MeshT>
 WEFT_DEVICE void post_record(const Rendezvous& x, Warp warp, const MeshT& mesh, const RendezvousRecord& mine,
                              uint64_t epoch) {
   const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(RendezvousRecord);
   const auto* words = reinterpret_cast<const uint64_t*>(&mine);
-  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
-    auto channel = mesh.to(peer);
-    auto* record = reinterpret_cast<uint64_t*>(channel.mapped() + offset);
+  const auto write = [&](std::byte* at) {
+    auto* record = reinterpret_cast<uint64_t*>(at);
     for (uint32_t i = 0; i < sizeof(RendezvousRecord) / 8; ++i) store_relaxed(record + i, words[i]);
-    channel.put_value(x.signal_at + mesh.rank() * 8, epoch);
+  };
+  const int64_t places = port_places(mesh).records;
+  constexpr bool kPutsOwn = kHasPorts<MeshT>;
+  if (kPutsOwn && warp.rank() == 0) {
+    write(mesh.local() + offset);
+    if (places != 0) write(mesh.local() + places + offset);
+  }
+  if (kPutsOwn) warp.sync();
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    const Outgoing<MeshT> record(mesh, peer, near_window(mesh, peer), offset, offset, places);
+    if (!kPutsOwn || (record.is_near() && peer != mesh.rank())) write(record.at());
+    record.send(OneThread{}, sizeof(RendezvousRecord), x.signal_at + mesh.rank() * 8, epoch);
   }
 }
 
@@ -94,12 +74,7 @@ WEFT_DEVICE bool meet_peers(const Rendezvous& x, Block block, Warp warp, const M
                             uint32_t* shared_flag) {
   if (warp.index() == 0) {
     const bool takes_part = !is_void(rule, load_gave_up(rule));
-    if (block.index() == 0 && takes_part) {
-      if constexpr (kHasPorts<MeshT>)
-        post_record_to_ports(x, warp, mesh, mine, epoch);
-      else
-        post_record(x, warp, mesh, mine, epoch);
-    }
+    if (block.index() == 0 && takes_part) post_record(x, warp, mesh, mine, epoch);
     bool came = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule, [&](uint32_t peer) {
                   return word_from(mesh, peer, x.signal_at) + peer;
                 });

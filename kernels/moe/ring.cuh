@@ -53,7 +53,7 @@ WEFT_DEVICE void move_message(const RingArgs& a, Block block, Warp warp, const S
                               const std::byte* src) {
   const Pieces pieces{a.bytes, kRingPieceBytes};
   const Share share = share_of(block, warp, {0, block.warps()});
-  if (shape.whole_vecs == 0) {
+  if (shape.vec_aligned == 0) {
     for (uint64_t item = share.index; item < pieces.per_row(); item += share.total)
       copy_any(warp, dst + pieces.offset(item), src + pieces.offset(item), pieces.bytes(item));
     return;
@@ -61,7 +61,7 @@ WEFT_DEVICE void move_message(const RingArgs& a, Block block, Warp warp, const S
   RowPipe<kPipeStages> pipe(
       warp, block.shared() + kPipeBarrierBytes + warp.index() * pipe_bytes(kRingPieceBytes), kRingPieceBytes);
   // A neighbour whose buffer is not aligned has stored what is copied here, or loaded from where it goes, without bulk copies.
-  pipe.sees_arrived();
+  pipe.fence_acquired();
   Tasks tasks(warp, share, a.state);
   pipe.run(
       [&] {
@@ -87,19 +87,13 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   if (!ring::await(a, block, mesh, a.at.released, must_be_read, Site::kRingSend, flag)) return;
   const uint64_t slot = ring::slot_of(a, a.at.slots, number),
                  outgoing = ring::slot_of(a, a.at.outbox, number);
-  const bool is_far = is_port(mesh, a.peer);
-  const int64_t payload = payload_of(mesh, a.peer);
-  std::byte* to = is_far ? mesh.local() + payload + outgoing : near_window(mesh, a.peer) + slot;
-  ring::move_message(a, block, warp, shape, to, a.data);
+  const Outgoing<MeshT> message(mesh, a.peer, near_window(mesh, a.peer), slot, outgoing,
+                                port_places(mesh).payload);
+  ring::move_message(a, block, warp, shape, message.at(), a.data);
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
   const uint64_t arrived = a.at.arrived + a.side * sizeof(uint64_t);
   put_word(mesh, a.peer, ring::size_at(a, number), a.bytes);
-  if (is_far)
-    mesh.to(a.peer).put_with_signal(OneThread{}, in_part(slot, payload), in_part(outgoing, payload),
-                                    round_up(a.bytes, 16), in_part(arrived, records_of(mesh, a.peer)),
-                                    number);
-  else
-    put_word(mesh, a.peer, arrived, number);
+  message.send(OneThread{}, round_up(a.bytes, 16), arrived, number);
   advance(a.state);
 }
 

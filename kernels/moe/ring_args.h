@@ -41,7 +41,7 @@ struct RingArgs {
 };
 
 struct RingShape {
-  int64_t whole_vecs;  // 1: `data` is 16-byte aligned and `bytes` a multiple of 16
+  int64_t vec_aligned;  // 1: `data` is 16-byte aligned and `bytes` a multiple of 16
 };
 
 }  // namespace weft

@@ -4,19 +4,19 @@
 // added on the way.
 //
 // Steps: 1. All ranks say where their staging is.
-//        2. Push warps copy rows into the staging of the hub of the rank that they return to, chunk by chunk, a signal
-//           each. A hub's own rows stay where they are.
-//        3. Batch warps add the rows of each message of those whom this rank serves, and send the sums; and add what came
-//           from each island to this rank's tokens, in order.
+//        2. Push warps copy rows into the staging of the rail peer of the rank that they return to, burst by burst, a
+//           signal each. A rail peer's own rows stay where they are.
+//        3. Batch warps add the rows of each message of this rank's sources, and send the sums; and add what came
+//           from each domain to this rank's tokens, in order.
 //
-// Waits: step 1 for every peer's address; step 3 for the chunks of its island, for slots that sources have read, and
-// for the sums of other islands.
+// Waits: step 1 for every peer's address; step 3 for the bursts of its domain, for slots that sources have read, and
+// for the sums of other domains.
 //
-// Sums: float32 over the ranks of an island ascending, rounded to the rows' type once; then float32 over the biases and
-// the islands ascending, rounded once. Where a token's ranks have an order (HandleMemory::sum_place), it goes in the place
-// of ascending, and islands are added in the order of the last rank of each.
+// Sums: float32 over the ranks of a domain ascending, rounded to the rows' type once; then float32 over the biases and
+// the domains ascending, rounded once. Where a token's ranks have an order (HandleMemory::sum_place), it goes in the
+// place of ascending, and domains are added in the order of the last rank of each.
 //
-// Cost over the network, per (token, other island): row_bytes + 4 * K bytes, in whole vectors; per slot of them a put
+// Cost over the network, per (token, other domain): row_bytes + 4 * K bytes, in whole vectors; per slot of them a put
 // with a signal there and a signal back.
 #pragma once
 
@@ -26,45 +26,45 @@ namespace weft {
 namespace two_level {
 
 template <class MeshT, class Shape>
-class CombineBatches : public IslandRows<MeshT, Shape> {
-  using Rows = IslandRows<MeshT, Shape>;
+class CombineBatches : public DomainRows<MeshT, Shape> {
+  using Rows = DomainRows<MeshT, Shape>;
   using Rows::a_, Rows::warp_, Rows::mesh_, Rows::shape_, Rows::epoch_, Rows::own_;
-  using Rows::add_island, Rows::for_vectors, Rows::have_come, Rows::is_ordered, Rows::island_weight,
+  using Rows::add_domain, Rows::for_vectors, Rows::have_come, Rows::is_ordered, Rows::domain_weight,
       Rows::messages, Rows::pushed_at;
   using Rows::record_of, Rows::rows_of, Rows::slot_messages, Rows::stride, Rows::top_k;
 
  public:
   using Rows::Rows;
 
-  // Step 2. Tasks are (number of a chunk, source), those of this rank's successors first.
+  // Step 2. Tasks are (number of a burst, source), those of this rank's successors first.
   WEFT_DEVICE void push(const Rendezvous& rendezvous, const Share& share) const {
     const uint32_t ranks = mesh_.ranks(), self = mesh_.rank();
-    for (uint64_t task = share.index; task < uint64_t{ranks} * kPushChunks; task += share.total) {
+    for (uint64_t task = share.index; task < uint64_t{ranks} * kPushBursts; task += share.total) {
       const auto source = static_cast<uint32_t>((self + 1 + task % ranks) % ranks);
-      const uint32_t hub = a_.islands.hub(source, own_);
-      if (hub != self) push_chunk(rendezvous, source, hub, static_cast<uint32_t>(task / ranks));
+      const uint32_t rail_peer = a_.domains.rail_peer(source, own_);
+      if (rail_peer != self) push_burst(rendezvous, source, rail_peer, static_cast<uint32_t>(task / ranks));
     }
   }
 
   // Step 3.
   WEFT_DEVICE void take_turn(uint32_t batch, RingState* states, Turn& turn) const {
-    for (uint32_t i = 0; i < a_.islands.served_count; ++i) send(batch, i, states[a_.islands.count + i], turn);
+    for (uint32_t i = 0; i < a_.domains.source_count; ++i) send(batch, i, states[a_.domains.count + i], turn);
     sum_tokens(batch, states, turn);
   }
 
  private:
-  WEFT_DEVICE void push_chunk(const Rendezvous& rendezvous, uint32_t source, uint32_t hub,
-                              uint32_t chunk) const {
+  WEFT_DEVICE void push_burst(const Rendezvous& rendezvous, uint32_t source, uint32_t rail_peer,
+                              uint32_t burst) const {
     const RowSpan span = rows_of(source, mesh_.rank());
-    const uint32_t size = push_rows_of(span.count), begin = chunk * size;
+    const uint32_t size = push_rows_of(span.count), begin = burst * size;
     if (begin >= span.count) return;
     const Span traced(a_.base.wait.trace, Work::kPushBack, warp_.rank() == 0);
     const uint32_t count = span.count - begin < size ? span.count - begin : size;
-    const uint32_t place = a_.islands.place[mesh_.rank()];
-    const RendezvousRecord* theirs = rendezvous_record(rendezvous, mesh_, epoch_, hub);
-    std::byte* window = near_window(mesh_, hub);
+    const uint32_t place = a_.domains.place[mesh_.rank()];
+    const RendezvousRecord* theirs = rendezvous_record(rendezvous, mesh_, epoch_, rail_peer);
+    std::byte* window = near_window(mesh_, rail_peer);
     const uint64_t to =
-        uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.islands.widest + place])} + begin;
+        uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.domains.widest + place])} + begin;
     const uint64_t from = uint64_t{span.first} + begin;
     std::byte* rows = window + theirs->rows_at + to * shape_.row_bytes;
     const std::byte* x = a_.base.x + from * shape_.row_bytes;
@@ -74,24 +74,24 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       copy_bytes(warp_, window + theirs->meta_at + to * top_k() * 4, a_.base.topk_weights + from * top_k(),
                  uint64_t{count} * top_k() * 4);
     warp_.sync();
-    if (warp_.rank() == 0) put_word(mesh_, hub, pushed_at(source, place, chunk), epoch_);
+    if (warp_.rank() == 0) put_word(mesh_, rail_peer, pushed_at(source, place, burst), epoch_);
   }
 
-  // -- to those whom this rank serves
+  // -- to sources
   WEFT_DEVICE Ring ring_to(uint32_t batch, uint32_t i) const {
-    const uint64_t here = ring_number(a_.islands, i, batch);
-    const uint64_t there = ring_number(a_.islands, own_, batch);
-    return {a_.islands.served[i], slot_at(a_.at, a_.at.served_rings, here, 0),
-            slot_at(a_.at, a_.at.island_rings, there, 0), a_.at.sums_taken + here * 8,
+    const uint64_t here = ring_number(a_.domains, i, batch);
+    const uint64_t there = ring_number(a_.domains, own_, batch);
+    return {a_.domains.sources[i], slot_at(a_.at, a_.at.source_rings, here, 0),
+            slot_at(a_.at, a_.at.domain_rings, there, 0), a_.at.sums_taken + here * 8,
             a_.at.sums_sent + there * 8};
   }
 
   // Adds rows of the batch's next messages into its slot until it is full, or a row is missing. state.at: messages added.
-  WEFT_DEVICE void send(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) const {
-    RingState state = kept;
+  WEFT_DEVICE void send(uint32_t batch, uint32_t i, RingState& stored, Turn& turn) const {
+    RingState state = stored;
     const Ring ring = ring_to(batch, i);
     if (state.is_done || messages(ring.peer, own_) == 0) return;
-    const uint32_t row = ring.peer * a_.islands.batches + batch;
+    const uint32_t row = ring.peer * a_.domains.batches + batch;
     const auto first = static_cast<uint32_t>(a_.routes.batch_first[row]);
     const auto count = static_cast<uint32_t>(a_.routes.batch_count[row]);
     if (count == 0) return;
@@ -111,7 +111,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       send_slot(warp_, mesh_, a_.at, ring, state, epoch_, bytes);
     }
     if (state.at != before) turn.moved();
-    keep(warp_, kept, state);
+    keep(warp_, stored, state);
   }
 
   WEFT_DEVICE void build(uint32_t source, const int32_t* record, std::byte* at) const {
@@ -122,14 +122,14 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       build_row<Bf16>(source, record, at);
     auto* weights = reinterpret_cast<float*>(at + shape_.row_bytes);
     for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size())
-      weights[k] = island_weight(source, record, 0, k);
+      weights[k] = domain_weight(source, record, 0, k);
   }
   template <class Element>
   WEFT_DEVICE void build_row(uint32_t source, const int32_t* record, std::byte* at) const {
-    if (build_alone<Element>(source, record, at)) return;
+    if (build_by_thread<Element>(source, record, at)) return;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
-      this->template add_island<Element>(sums, source, record, 0, v, warp_.size());
+      this->template add_domain<Element>(sums, source, record, 0, v, warp_.size());
       WEFT_UNROLL
       for (uint32_t j = 0; j < kVecs; ++j)
         store_vec(reinterpret_cast<Vec16*>(at) + v + j * warp_.size(), Element::round(sums[j]));
@@ -138,76 +138,76 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
 
   // The same at once; false: not here. The network reads the sum next.
   template <class Element>
-  WEFT_DEVICE bool build_alone(uint32_t source, const int32_t* record, std::byte* at) const {
-    if constexpr (kSumsAlone) {
+  WEFT_DEVICE bool build_by_thread(uint32_t source, const int32_t* record, std::byte* at) const {
+    if constexpr (kSumsByThread) {
       AddedRow rows[kMostAddedRows];
-      const uint32_t count = this->list_island(rows, source, record, 0);
+      const uint32_t count = this->list_domain(rows, source, record, 0);
       return count <= kMostAddedRows &&
-             Element::template sum_alone<false>(at, rows, count, shape_.row_bytes, false);
+             Element::template sum_by_thread<false>(at, rows, count, shape_.row_bytes, false);
     }
     return false;
   }
 
   // -- to this rank's tokens
-  WEFT_DEVICE Ring ring_from(uint32_t batch, uint32_t island) const {
-    const uint64_t here = ring_number(a_.islands, island, batch);
-    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], batch);
-    return {a_.islands.hub(mesh_.rank(), island), slot_at(a_.at, a_.at.island_rings, here, 0), 0,
+  WEFT_DEVICE Ring ring_from(uint32_t batch, uint32_t domain) const {
+    const uint64_t here = ring_number(a_.domains, domain, batch);
+    const uint64_t there = ring_number(a_.domains, a_.domains.number[domain], batch);
+    return {a_.domains.rail_peer(mesh_.rank(), domain), slot_at(a_.at, a_.at.domain_rings, here, 0), 0,
             a_.at.sums_sent + here * 8, a_.at.sums_taken + there * 8};
   }
-  WEFT_DEVICE bool goes_to(uint64_t token, uint32_t island) const {
-    return a_.routes.send_pair[token * a_.islands.count + island] >= 0;
+  WEFT_DEVICE bool goes_to(uint64_t token, uint32_t domain) const {
+    return a_.routes.send_pair[token * a_.domains.count + domain] >= 0;
   }
-  // The island whose sum is added as number n; -1: none, nor later ones.
-  WEFT_DEVICE int32_t island_added(uint64_t token, uint32_t n) const {
-    return is_ordered() ? a_.routes.island_order[token * a_.islands.count + n] : static_cast<int32_t>(n);
+  // The domain whose sum is added as number n; -1: none, nor later ones.
+  WEFT_DEVICE int32_t domain_added(uint64_t token, uint32_t n) const {
+    return is_ordered() ? a_.routes.domain_order[token * a_.domains.count + n] : static_cast<int32_t>(n);
   }
-  // The next sum of an island that this rank has not taken yet.
-  WEFT_DEVICE const std::byte* next_sum(uint32_t batch, uint32_t island, const RingState* states) const {
-    const uint64_t rings = a_.at.island_rings;
-    const uint32_t taken = states[island].moved;
-    return mesh_.local() + payload_of(mesh_, a_.islands.hub(mesh_.rank(), island)) +
-           slot_at(a_.at, rings, ring_number(a_.islands, island, batch), taken / slot_messages()) +
+  // The next sum of a domain that this rank has not taken yet.
+  WEFT_DEVICE const std::byte* next_sum(uint32_t batch, uint32_t domain, const RingState* states) const {
+    const uint64_t rings = a_.at.domain_rings;
+    const uint32_t taken = states[domain].moved;
+    return mesh_.local() + payload_of(mesh_, a_.domains.rail_peer(mesh_.rank(), domain)) +
+           slot_at(a_.at, rings, ring_number(a_.domains, domain, batch), taken / slot_messages()) +
            taken % slot_messages() * stride();
   }
 
-  // Whether all that a token needs is here. states[island].at: sums of it that are.
+  // Whether all that a token needs is here. states[domain].at: sums of it that are.
   WEFT_DEVICE bool is_ready(uint32_t batch, uint64_t token, RingState* states, Turn& turn) const {
-    for (uint32_t island = 0; island < a_.islands.count; ++island) {
-      if (!goes_to(token, island)) continue;
-      if (island == own_) {
+    for (uint32_t domain = 0; domain < a_.domains.count; ++domain) {
+      if (!goes_to(token, domain)) continue;
+      if (domain == own_) {
         if (!have_come(mesh_.rank(), nullptr, token, turn)) return false;
         continue;
       }
-      RingState state = states[island];
+      RingState state = states[domain];
       if (state.at > state.moved) continue;
-      const Ring ring = ring_from(batch, island);
+      const Ring ring = ring_from(batch, domain);
       state.at =
           static_cast<uint32_t>(read_word(warp_, mesh_, ring.peer, ring.own_word, epoch_) & kRingCount);
       if (state.at <= state.moved) {
         turn.waits_for({Site::kCombineSum, ring.peer, state.moved + 1, state.at});
         return false;
       }
-      keep(warp_, states[island], state);
+      keep(warp_, states[domain], state);
     }
     return true;
   }
 
   // A token's sums were taken: slots whose last one that was are free.
   WEFT_DEVICE void take_sums(uint32_t batch, uint64_t token, RingState* states) const {
-    for (uint32_t island = 0; island < a_.islands.count; ++island) {
-      if (island == own_ || !goes_to(token, island)) continue;
-      RingState state = states[island];
+    for (uint32_t domain = 0; domain < a_.domains.count; ++domain) {
+      if (domain == own_ || !goes_to(token, domain)) continue;
+      RingState state = states[domain];
       ++state.moved;
       if (state.moved % slot_messages() == 0)
-        free_slot(warp_, mesh_, ring_from(batch, island), state, epoch_);
-      keep(warp_, states[island], state);
+        free_slot(warp_, mesh_, ring_from(batch, domain), state, epoch_);
+      keep(warp_, states[domain], state);
     }
   }
 
-  // The batch's tokens in order, until one is not ready. The own island's state counts them.
+  // The batch's tokens in order, until one is not ready. The own domain's state counts them.
   WEFT_DEVICE void sum_tokens(uint32_t batch, RingState* states, Turn& turn) const {
-    const BatchRange range = batch_range(a_.base.tokens, batch, a_.islands.batches);
+    const BatchRange range = batch_range(a_.base.tokens, batch, a_.domains.batches);
     RingState state = states[own_];
     const uint32_t before = state.at;
     for (; range.first + state.at < range.end; ++state.at) {
@@ -227,7 +227,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
 
   template <class Element>
   WEFT_DEVICE void sum_row(uint32_t batch, uint64_t token, const RingState* states) const {
-    if (sum_alone<Element>(batch, token, states)) return;
+    if (sum_by_thread<Element>(batch, token, states)) return;
     const uint64_t stride = warp_.size(), at = token * shape_.row_bytes;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
@@ -238,17 +238,17 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       };
       for (const std::byte* bias : a_.base.bias)
         if (bias) add(bias + at);
-      for (uint32_t n = 0; n < a_.islands.count; ++n) {
-        const int32_t added = island_added(token, n);
+      for (uint32_t n = 0; n < a_.domains.count; ++n) {
+        const int32_t added = domain_added(token, n);
         if (added < 0) break;
-        const auto island = static_cast<uint32_t>(added);
-        if (!goes_to(token, island)) continue;
-        if (island != own_) {
-          add(next_sum(batch, island, states));
+        const auto domain = static_cast<uint32_t>(added);
+        if (!goes_to(token, domain)) continue;
+        if (domain != own_) {
+          add(next_sum(batch, domain, states));
           continue;
         }
         float part[kVecs][Element::kPerVec] = {};
-        this->template add_island<Element>(part, mesh_.rank(), nullptr, token, v, stride);
+        this->template add_domain<Element>(part, mesh_.rank(), nullptr, token, v, stride);
         WEFT_UNROLL
         for (uint32_t j = 0; j < kVecs; ++j) Element::add(sums[j], Element::round(part[j]));
       }
@@ -257,24 +257,25 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       for (uint32_t j = 0; j < kVecs; ++j) store_vec_streaming(out + j * stride, Element::round(sums[j]));
     });
   }
-  // The same at once; false: not here. Where there are several rows of the own island, their sum is made a piece before.
+  // The same at once; false: not here. Where there are several rows of the own domain, their sum is made a piece
+  // before.
   template <class Element>
-  WEFT_DEVICE bool sum_alone(uint32_t batch, uint64_t token, const RingState* states) const {
-    if constexpr (kSumsAlone) {
+  WEFT_DEVICE bool sum_by_thread(uint32_t batch, uint64_t token, const RingState* states) const {
+    if constexpr (kSumsByThread) {
       AddedRow own[kMostAddedRows], terms[kMostAddedRows];
-      const uint32_t own_count = this->list_island(own, mesh_.rank(), nullptr, token);
+      const uint32_t own_count = this->list_domain(own, mesh_.rank(), nullptr, token);
       uint32_t count = 0, own_at = 0;
       const uint64_t at = token * shape_.row_bytes;
       for (const std::byte* bias : a_.base.bias)
         if (bias) terms[count++] = {bias + at, 1.0f};
-      if (own_count > kMostAddedRows || count + a_.islands.count > kMostAddedRows) return false;
-      for (uint32_t n = 0; n < a_.islands.count; ++n) {
-        const int32_t added = island_added(token, n);
+      if (own_count > kMostAddedRows || count + a_.domains.count > kMostAddedRows) return false;
+      for (uint32_t n = 0; n < a_.domains.count; ++n) {
+        const int32_t added = domain_added(token, n);
         if (added < 0) break;
-        const auto island = static_cast<uint32_t>(added);
-        if (!goes_to(token, island)) continue;
-        if (island == own_) own_at = count;
-        terms[count++] = {island == own_ ? own[0].at : next_sum(batch, island, states), 1.0f};
+        const auto domain = static_cast<uint32_t>(added);
+        if (!goes_to(token, domain)) continue;
+        if (domain == own_) own_at = count;
+        terms[count++] = {domain == own_ ? own[0].at : next_sum(batch, domain, states), 1.0f};
       }
       return sum_pieces<Element>(a_.base.combined + at, terms, count, own, own_count, own_at);
     }
@@ -289,10 +290,10 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
     for (uint64_t done = 0; done < shape_.row_bytes; done += kPieceBytes) {
       const uint64_t left = shape_.row_bytes - done, bytes = left < kPieceBytes ? left : kPieceBytes;
       if (own_count > 1) {
-        if (!Element::template sum_alone<false>(part, own, own_count, bytes, false)) return false;
+        if (!Element::template sum_by_thread<false>(part, own, own_count, bytes, false)) return false;
         terms[own_at].at = part;
       }
-      if (!Element::template sum_alone<false>(out + done, terms, count, bytes, true)) return false;
+      if (!Element::template sum_by_thread<false>(out + done, terms, count, bytes, true)) return false;
       for (uint32_t i = 0; i < own_count; ++i) own[i].at += kPieceBytes;
       for (uint32_t i = 0; i < count; ++i) terms[i].at += kPieceBytes;
     }
@@ -300,13 +301,13 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
   }
   WEFT_DEVICE void sum_weight(uint32_t batch, uint64_t token, const RingState* states, uint32_t k) const {
     float sum = 0.0f;
-    for (uint32_t island = 0; island < a_.islands.count; ++island) {
-      if (!goes_to(token, island)) continue;
-      if (island == own_)
-        sum += island_weight(mesh_.rank(), nullptr, token, k);
+    for (uint32_t domain = 0; domain < a_.domains.count; ++domain) {
+      if (!goes_to(token, domain)) continue;
+      if (domain == own_)
+        sum += domain_weight(mesh_.rank(), nullptr, token, k);
       else
         sum += float_of_bits(load_relaxed(
-            reinterpret_cast<const uint32_t*>(next_sum(batch, island, states) + shape_.row_bytes) + k));
+            reinterpret_cast<const uint32_t*>(next_sum(batch, domain, states) + shape_.row_bytes) + k));
     }
     a_.base.combined_weights[token * top_k() + k] = sum;
   }

@@ -2,8 +2,8 @@
 //
 // two_level_notify.cuh: dispatch_notify() where ranks do not all map each other: counts and places, before any row
 // moves.
-// Steps: as dispatch_notify(); a record also says how many messages go to each island, and leaves for port peers from an
-// outbox. From all of them follow the places of rows that come back, too.
+// Steps: as dispatch_notify(); a record also says how many messages go to each domain, and leaves for port peers from
+// an outbox. From all of them follow the places of rows that come back, too.
 // Waits: the first block, for the counts of every rank. Cost: one record of 48 + 4 * (R + I + local experts) bytes per
 // peer.
 #pragma once
@@ -31,42 +31,42 @@ WEFT_DEVICE void sort_places(uint32_t count, int32_t* sorted, KeyOf key_of) {
   }
 }
 
-WEFT_DEVICE bool goes_to_island(const TwoLevelNotifyArgs& a, uint32_t ranks, uint64_t token,
-                                uint32_t island) {
-  const Islands& is = a.islands;
-  for (uint32_t i = is.first[island]; i < is.first[island + 1]; ++i)
-    if (a.base.token_in_rank[token * ranks + is.members[i]] != 0) return true;
+WEFT_DEVICE bool goes_to_domain(const TwoLevelNotifyArgs& a, uint32_t ranks, uint64_t token,
+                                uint32_t domain) {
+  const Domains& domains = a.domains;
+  for (uint32_t i = domains.first[domain]; i < domains.first[domain + 1]; ++i)
+    if (a.base.token_in_rank[token * ranks + domains.members[i]] != 0) return true;
   return false;
 }
 
-WEFT_DEVICE void scan_island(const TwoLevelNotifyArgs& a, Block block, Warp warp, uint32_t* shared,
-                             uint32_t ranks, uint32_t island) {
+WEFT_DEVICE void scan_domain(const TwoLevelNotifyArgs& a, Block block, Warp warp, uint32_t* shared,
+                             uint32_t ranks, uint32_t domain) {
   notify::scan_tokens(
       block, warp, shared, a.base.mine.tokens,
-      [&](uint64_t token) { return uint32_t{goes_to_island(a, ranks, token, island)}; },
+      [&](uint64_t token) { return uint32_t{goes_to_domain(a, ranks, token, domain)}; },
       [&](uint64_t token, uint32_t goes, uint32_t before) {
-        a.routes.send_pair[token * a.islands.count + island] = goes ? static_cast<int32_t>(before) : -1;
+        a.routes.send_pair[token * a.domains.count + domain] = goes ? static_cast<int32_t>(before) : -1;
       });
 }
 
-// pairs_to[island], u32[I] of shared memory, becomes how many tokens go to each. The block.
+// pairs_to[domain], u32[D] of shared memory, becomes how many tokens go to each. The block.
 WEFT_DEVICE void count_pairs(const TwoLevelNotifyArgs& a, Block block, Warp warp, uint32_t* pairs_to,
                              uint32_t ranks) {
-  for (uint32_t island = 0; island < a.islands.count; ++island) {
-    if (block.rank() == 0) pairs_to[island] = 0;
+  for (uint32_t domain = 0; domain < a.domains.count; ++domain) {
+    if (block.rank() == 0) pairs_to[domain] = 0;
     block.sync();
     uint32_t pairs = 0;
     for (uint64_t token = block.rank(); token < a.base.mine.tokens; token += block.size())
-      pairs += goes_to_island(a, ranks, token, island) ? 1 : 0;
+      pairs += goes_to_domain(a, ranks, token, domain) ? 1 : 0;
     pairs = warp.sum(pairs);
-    if (warp.rank() == 0) add_local(&pairs_to[island], pairs);
+    if (warp.rank() == 0) add_local(&pairs_to[domain], pairs);
   }
   block.sync();
 }
 
-// Which word of a record says how many messages go to an island.
-WEFT_DEVICE uint32_t pair_word(const TwoLevelNotifyArgs& a, uint32_t ranks, uint32_t island) {
-  return kHeaderWords + ranks + a.base.experts_per_rank + island;
+// Which word of a record says how many messages go to a domain.
+WEFT_DEVICE uint32_t pair_word(const TwoLevelNotifyArgs& a, uint32_t ranks, uint32_t domain) {
+  return kHeaderWords + ranks + a.base.experts_per_rank + domain;
 }
 
 WEFT_DEVICE void write_record(const TwoLevelNotifyArgs& a, Warp warp, uint32_t* record, uint32_t ranks,
@@ -79,7 +79,7 @@ WEFT_DEVICE void write_record(const TwoLevelNotifyArgs& a, Warp warp, uint32_t* 
     record[kHeaderWords + ranks + i] = first_expert + i < a.base.mine.experts
                                            ? static_cast<uint32_t>(a.base.tokens_per_expert[first_expert + i])
                                            : 0;
-  for (uint32_t i = warp.rank(); i < a.islands.count; i += warp.size())
+  for (uint32_t i = warp.rank(); i < a.domains.count; i += warp.size())
     record[pair_word(a, ranks, i)] = pairs_to[i];
   warp.sync();
 }
@@ -91,92 +91,87 @@ WEFT_DEVICE void send_counts(const TwoLevelNotifyArgs& a, Block block, Warp warp
   const uint32_t ranks = mesh.ranks();
   const uint64_t to = notify::record_at(a.base.at, epoch, ranks, mesh.rank());
   const uint64_t signal = a.base.at.count_signal + mesh.rank() * 8;
-  const uint64_t bytes = round_up(pair_word(a, ranks, a.islands.count) * 4, 16);
+  const uint64_t bytes = round_up(pair_word(a, ranks, a.domains.count) * 4, 16);
   for (uint32_t peer = warp.index(); peer < ranks; peer += block.warps()) {
-    const bool is_far = is_port(mesh, peer);
     const uint64_t outgoing = a.at.counts_out + ((epoch & 1) * ranks + peer) * a.base.at.record_words * 4;
-    const int64_t places = records_of(mesh, peer);
-    std::byte* at = is_far ? mesh.local() + outgoing + places : near_window(mesh, peer) + to;
-    write_record(a, warp, reinterpret_cast<uint32_t*>(at), ranks, peer, rows_to, pairs_to);
-    if (is_far)
-      mesh.to(peer).put_with_signal(warp, in_part(to, places), in_part(outgoing, places), bytes,
-                                    in_part(signal, places), epoch);
-    else if (warp.rank() == 0)
-      put_word(mesh, peer, signal, epoch);
+    const Outgoing<MeshT> record(mesh, peer, near_window(mesh, peer), to, outgoing,
+                                 port_places(mesh).records);
+    write_record(a, warp, reinterpret_cast<uint32_t*>(record.at()), ranks, peer, rows_to, pairs_to);
+    record.send(warp, bytes, signal, epoch);
   }
 }
 
 // Thread `rank`: in the staging of that rank, rows lie by source, then by the member that they come back from; its own it
-// reads where they are. Notes where this island's begin, and reports how many there are.
+// reads where they are. Notes where this domain's begin, and reports how many there are.
 template <class MeshT>
 WEFT_DEVICE void place_returns(const TwoLevelNotifyArgs& a, Block block, const MeshT& mesh, uint64_t epoch) {
   const uint32_t ranks = mesh.ranks();
-  const Islands& is = a.islands;
+  const Domains& domains = a.domains;
   auto* per_rank = reinterpret_cast<RankCounts*>(a.base.report + 1);
-  for (uint32_t hub = block.rank(); hub < ranks; hub += block.size()) {
-    const uint32_t island = is.island[hub];
-    const bool is_mine = island == is.island[mesh.rank()];
+  for (uint32_t rail_peer = block.rank(); rail_peer < ranks; rail_peer += block.size()) {
+    const uint32_t domain = domains.domain[rail_peer];
+    const bool is_mine = domain == domains.domain[mesh.rank()];
     uint32_t rows = 0;
     for (uint32_t source = 0; source < ranks; ++source) {
-      if (is.hub(source, island) != hub) continue;
+      if (domains.rail_peer(source, domain) != rail_peer) continue;
       const auto* record =
           reinterpret_cast<const uint32_t*>(notify::record_from(mesh, a.base.at, epoch, source));
-      for (uint32_t i = 0; i < is.size(island); ++i) {
-        const uint32_t member = is.member(island, i);
-        if (is_mine) a.routes.back_first[source * is.widest + i] = static_cast<int32_t>(rows);
-        if (member != hub) rows += record[kHeaderWords + member];
+      for (uint32_t i = 0; i < domains.size(domain); ++i) {
+        const uint32_t member = domains.member(domain, i);
+        if (is_mine) a.routes.back_first[source * domains.widest + i] = static_cast<int32_t>(rows);
+        if (member != rail_peer) rows += record[kHeaderWords + member];
       }
     }
-    per_rank[hub].sent_rows = rows;
+    per_rank[rail_peer].sent_rows = rows;
   }
 }
 
-// Thread `rank`: how many messages that rank sends to each island. One thread also gives the records of those that this
-// rank serves their places.
+// Thread `rank`: how many messages that rank sends to each domain. One thread also gives the records of this
+// rank's sources their places.
 template <class MeshT>
 WEFT_DEVICE void sum_pairs(const TwoLevelNotifyArgs& a, Block block, const MeshT& mesh, uint64_t epoch) {
   const uint32_t ranks = mesh.ranks();
-  const Islands& is = a.islands;
-  const auto pairs = [&](uint32_t source, uint32_t island) {
+  const Domains& domains = a.domains;
+  const auto pairs = [&](uint32_t source, uint32_t domain) {
     const auto* record =
         reinterpret_cast<const uint32_t*>(notify::record_from(mesh, a.base.at, epoch, source));
-    return static_cast<int32_t>(record[pair_word(a, ranks, island)]);
+    return static_cast<int32_t>(record[pair_word(a, ranks, domain)]);
   };
   for (uint32_t source = block.rank(); source < ranks; source += block.size())
-    for (uint32_t island = 0; island < is.count; ++island)
-      a.routes.pairs[source * is.count + island] = pairs(source, island);
+    for (uint32_t domain = 0; domain < domains.count; ++domain)
+      a.routes.pairs[source * domains.count + domain] = pairs(source, domain);
   if (block.rank() != 0) return;
-  for (uint32_t island = 0; island < is.count; ++island) a.routes.handed_on[island] = 0;
+  for (uint32_t domain = 0; domain < domains.count; ++domain) a.routes.forwarded[domain] = 0;
   int32_t messages = 0;
-  for (uint32_t i = 0; i < is.served_count; ++i) {
-    const int32_t from_it = pairs(is.served[i], is.island[mesh.rank()]);
-    a.routes.hub_first[is.served[i]] = messages;
-    a.routes.handed_on[is.island[is.served[i]]] += from_it;
+  for (uint32_t i = 0; i < domains.source_count; ++i) {
+    const int32_t from_it = pairs(domains.sources[i], domains.domain[mesh.rank()]);
+    a.routes.source_first[domains.sources[i]] = messages;
+    a.routes.forwarded[domains.domain[domains.sources[i]]] += from_it;
     messages += from_it;
   }
-  for (uint32_t island = 1; island < is.count; ++island)
-    a.routes.handed_on[island] += a.routes.handed_on[island - 1];
+  for (uint32_t domain = 1; domain < domains.count; ++domain)
+    a.routes.forwarded[domain] += a.routes.forwarded[domain - 1];
 }
 
-// Writes in which order a token's islands are added, by the last of their ranks, and the members of this rank's own. The
-// block, for all tokens.
+// Writes in which order a token's domains are added, by the last of their ranks, and the members of this rank's own.
+// The block, for all tokens.
 WEFT_DEVICE void order_sums(const TwoLevelNotifyArgs& a, Block block, uint32_t ranks, uint32_t own) {
-  const Islands& is = a.islands;
+  const Domains& domains = a.domains;
   for (uint64_t token = block.rank(); token < a.base.mine.tokens; token += block.size()) {
     const auto place_of = [&](uint32_t rank) {
       return a.base.token_in_rank[token * ranks + rank] != 0 ? a.base.sum_place[token * ranks + rank] : -1;
     };
-    const auto last_in = [&](uint32_t island) {
+    const auto last_in = [&](uint32_t domain) {
       int32_t last = -1;
-      for (uint32_t i = is.first[island]; i < is.first[island + 1]; ++i) {
-        const int32_t place = place_of(is.members[i]);
+      for (uint32_t i = domains.first[domain]; i < domains.first[domain + 1]; ++i) {
+        const int32_t place = place_of(domains.members[i]);
         if (place > last) last = place;
       }
       return last;
     };
-    sort_places(is.count, a.routes.island_order + token * is.count, last_in);
-    sort_places(is.widest, a.routes.own_order + token * is.widest,
-                [&](uint32_t i) { return i < is.size(own) ? place_of(is.member(own, i)) : -1; });
+    sort_places(domains.count, a.routes.domain_order + token * domains.count, last_in);
+    sort_places(domains.widest, a.routes.own_order + token * domains.widest,
+                [&](uint32_t i) { return i < domains.size(own) ? place_of(domains.member(own, i)) : -1; });
   }
 }
 
@@ -226,16 +221,16 @@ WEFT_KERNEL void two_level_notify(const TwoLevelNotifyArgs& a, const MeshT& mesh
   auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[1 + R + I] or u32[warps]
   const BlockSpan traced(a.base.wait.trace, Work::kNotify);
   const uint32_t ranks = mesh.ranks();
-  const uint32_t peers_at = 2, islands_at = peers_at + ranks, order_at = islands_at + a.islands.count;
+  const uint32_t peers_at = 2, domains_at = peers_at + ranks, order_at = domains_at + a.domains.count;
   for (uint32_t job = block.index(); job <= order_at; job += block.count()) {
     if (job == 0) two_level::exchange_counts(a, block, warp, mesh, shared);
     if (job == 1) notify::scan_slots(a.base, block, warp, shared, ranks);
-    if (job >= peers_at && job < islands_at)
+    if (job >= peers_at && job < domains_at)
       notify::scan_peer(a.base, block, warp, shared, ranks, job - peers_at);
-    if (job >= islands_at && job < order_at)
-      two_level::scan_island(a, block, warp, shared, ranks, job - islands_at);
-    if (job == order_at && a.routes.island_order)
-      two_level::order_sums(a, block, ranks, a.islands.island[mesh.rank()]);
+    if (job >= domains_at && job < order_at)
+      two_level::scan_domain(a, block, warp, shared, ranks, job - domains_at);
+    if (job == order_at && a.routes.domain_order)
+      two_level::order_sums(a, block, ranks, a.domains.domain[mesh.rank()]);
   }
 }
 

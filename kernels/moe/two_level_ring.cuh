@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// two_level_ring.cuh: rings of slots between a rank and its hubs (two_level_args.h), and the loop that serves them.
+// two_level_ring.cuh: rings of slots between a rank and its rail peers (two_level_args.h), and the loop that serves
+// them.
 // A warp serves its batches in turns and waits within none of them: a rank that sends must also take, or two would wait for
 // each other. All of it is called by a warp together.
 // Words of a ring are only ever of the call that they name: every rank is in this call once all have exchanged
@@ -35,11 +36,11 @@ struct Turn {
 };
 
 // A ring's first slot, and its words, counted in rings.
-WEFT_DEVICE uint64_t ring_number(const Islands& is, uint32_t which, uint32_t batch) {
-  return uint64_t{which} * is.batches + batch;
+WEFT_DEVICE uint64_t ring_number(const Domains& domains, uint32_t which, uint32_t batch) {
+  return uint64_t{which} * domains.batches + batch;
 }
 WEFT_DEVICE uint64_t slot_at(const TwoLevelOffsets& at, uint64_t rings, uint64_t ring, uint32_t slot) {
-  return rings + (ring * kHubSlots + slot % kHubSlots) * at.slot_bytes;
+  return rings + (ring * kRailPeerSlots + slot % kRailPeerSlots) * at.slot_bytes;
 }
 
 // The count in a word, if the word is of this call; else 0. The messages or slots that it counts are visible
@@ -75,7 +76,8 @@ struct Ring {
 template <class MeshT>
 WEFT_DEVICE std::byte* own_slot(const MeshT& mesh, const TwoLevelOffsets& at, const Ring& ring,
                                 uint32_t slots) {
-  return mesh.local() + payload_of(mesh, ring.peer) + ring.own_slots + (slots % kHubSlots) * at.slot_bytes;
+  return mesh.local() + payload_of(mesh, ring.peer) + ring.own_slots +
+         (slots % kRailPeerSlots) * at.slot_bytes;
 }
 
 // A sender's next slot: whether there is one, else what it waits for.
@@ -83,8 +85,8 @@ template <class MeshT>
 WEFT_DEVICE bool has_slot(Warp warp, const MeshT& mesh, const Ring& ring, const RingState& state,
                           uint64_t epoch, Site site, Turn& turn) {
   const uint64_t taken = read_word(warp, mesh, ring.peer, ring.own_word, epoch);
-  if (state.slots < taken + kHubSlots) return true;
-  turn.waits_for({site, ring.peer, state.slots + 1 - kHubSlots, taken});
+  if (state.slots < taken + kRailPeerSlots) return true;
+  turn.waits_for({site, ring.peer, state.slots + 1 - kRailPeerSlots, taken});
   return false;
 }
 
@@ -93,7 +95,7 @@ template <class MeshT>
 WEFT_DEVICE void send_slot(Warp warp, const MeshT& mesh, const TwoLevelOffsets& at, const Ring& ring,
                            RingState& state, uint64_t epoch, uint64_t bytes) {
   const uint64_t value = word_of(epoch, state.moved | (state.is_done ? kRingDone : 0));
-  const uint64_t slot = (state.slots % kHubSlots) * at.slot_bytes;
+  const uint64_t slot = (state.slots % kRailPeerSlots) * at.slot_bytes;
   if (bytes != 0) {
     const int64_t payload = payload_of(mesh, ring.peer);
     mesh.to(ring.peer).put_with_signal(warp, in_part(ring.peer_slots + slot, payload),
@@ -123,25 +125,25 @@ WEFT_DEVICE BatchRange batch_range(uint64_t tokens, uint32_t batch, uint32_t bat
           static_cast<uint32_t>(tokens * (batch + 1) / batches)};
 }
 
-// A warp's batches. batches.take_turn(batch, states, turn) moves what it can without waiting; states are [islands + served],
-// zero at first. Returns whether all has moved; else has raised what it waited for.
+// A warp's batches. batches.take_turn(batch, states, turn) moves what it can without waiting; states are [domains +
+// sources], zero at first. Returns whether all has moved; else has raised what it waited for.
 template <class Args, class Batches>
 WEFT_DEVICE bool serve_batches(const Args& a, Block block, Warp warp, Batches& batches) {
-  const Islands& is = a.islands;
+  const Domains& domains = a.domains;
   const WarpRange role = a.batch_warps;
   const WaitRule& rule = a.base.wait;
   std::byte* shared = block.shared() + a.states_at;
   const Share share = share_of(block, warp, role);
   if (!share.active) return true;
-  const uint32_t rings = is.count + is.served_count;
-  const uint32_t own_batches = batches_per_warp(is.batches, share.total);
+  const uint32_t rings = domains.count + domains.source_count;
+  const uint32_t own_batches = batches_per_warp(domains.batches, share.total);
   auto* states = reinterpret_cast<RingState*>(shared) + (warp.index() - role.first) * own_batches * rings;
   for (uint32_t i = warp.rank(); i < own_batches * rings; i += warp.size()) states[i] = {};
   warp.sync();
   Patience patience{rule};
   for (uint32_t looks = 0;; ++looks) {
     Turn turn;
-    for (uint32_t i = 0; share.index + i * share.total < is.batches; ++i)
+    for (uint32_t i = 0; share.index + i * share.total < domains.batches; ++i)
       batches.take_turn(static_cast<uint32_t>(share.index + i * share.total), states + i * rings, turn);
     if (!turn.is_pending) return true;
     if (turn.has_moved) {
@@ -159,7 +161,7 @@ WEFT_DEVICE bool serve_batches(const Args& a, Block block, Warp warp, Batches& b
 
 // Copies what the network or a peer wrote; places and bytes are multiples of 4, or of 16.
 WEFT_DEVICE void copy_arrived(Warp warp, void* dst, const void* src, uint64_t bytes) {
-  if (warp.size() == 1 && copy_alone(dst, src, bytes)) return;
+  if (warp.size() == 1 && copy_by_thread(dst, src, bytes)) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | bytes;
   if (bits % 16 != 0) {
     for (uint64_t i = warp.rank(); i < bytes / 4; i += warp.size())

@@ -18,8 +18,19 @@ WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*sr
   return false;
 }
 
+// Whether launches have far fewer blocks than batches: on the host.
+inline constexpr bool kHasFewBlocks = false;
+// Whether memory that others wrote is as near as any other, so that a kernel may look at more of it: on the host.
+inline constexpr bool kIsAllNear = false;
+// Whether a kernel asks for the rows that it uses next. Here other warps work while one waits.
+inline constexpr bool kAsksAhead = false;
+// How many vectors of how many rows a lane of low latency's combine loads before it uses any, in what it sends, receives
+// and sums of its own: memory is far, and registers are few.
+inline constexpr uint32_t kSendVecs = 2, kSendRows = 4, kReceiveVecs = 1, kReceiveRows = 8, kOwnRows = 4;
+
 // One thread has nothing better here than a loop over vectors.
-WEFT_DEVICE bool copy_alone(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+inline constexpr bool kCopiesAlone = false;
+WEFT_DEVICE bool copy_by_thread(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;
 }
 
@@ -29,10 +40,10 @@ WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*
 
 struct Vec16;
 struct AddedRow;
-inline constexpr bool kSumsAlone = false;
+inline constexpr bool kSumsByThread = false;
 template <bool kIsWeighted>
-WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,
-                                uint64_t /*bytes*/, bool /*past_caches*/) {
+WEFT_DEVICE bool sum_bf16_by_thread(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,
+                                    uint64_t /*bytes*/, bool /*past_caches*/) {
   return false;
 }
 
@@ -49,6 +60,13 @@ WEFT_DEVICE Vec16 divide_lanes(const Vec16& vec, float divisor);
 WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
   return false;
 }
+WEFT_DEVICE bool copy_row_alone(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/,
+                                bool /*past_caches*/) {
+  return false;
+}
+template <uint32_t kVecs>
+WEFT_DEVICE void load_row_alone(Vec16 (& /*held*/)[kVecs], const Vec16* /*row*/, uint32_t /*first*/,
+                                uint32_t /*last*/) {}
 
 // Copies a few bytes between places of any alignment.
 template <uint32_t kBytes>
@@ -58,10 +76,9 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
 
-// Where a peer may look for a line's tag at the same time, and find something else. `at` may be in shared
-// memory.
+// A plain store, where a peer may load at the same time, in search of a line's tag. `at` may be in shared memory.
 template <class T>
-WEFT_DEVICE void store_watched(T* at, T value) {
+WEFT_DEVICE void store_unordered(T* at, T value) {
   *at = value;
 }
 

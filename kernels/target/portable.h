@@ -32,7 +32,7 @@ inline constexpr uint32_t kMostAddedRows = 32;  // that a thread which adds alon
 // On the host: of the bytes that a rank writes in a call, so many are in a cache when they are read.
 inline constexpr uint64_t kCachedBytes = 8 << 20;
 
-// Of a RowQueue, which a target has where kHasBulkCopies: its barriers, then its slots, of a piece of a row each.
+// Of a RowQueue, which a target has where kHasRowQueue: its barriers, then its slots, of a piece of a row each.
 class RowQueue;
 inline constexpr uint32_t kQueuePieceBytes = 2048;
 inline constexpr uint32_t kMostQueueSlots = kPipeBarrierBytes / 8;

@@ -17,7 +17,7 @@ class RowPipe {
  public:
   WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
 
-  WEFT_DEVICE void sees_arrived() const { warp_.sync(); }
+  WEFT_DEVICE void fence_acquired() const { warp_.sync(); }
   template <class Next, class Sink>
   WEFT_DEVICE void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);

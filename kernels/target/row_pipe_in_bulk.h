@@ -31,8 +31,8 @@ class RowPipe {
     warp_.sync();
   }
 
-  // What the warp has seen arrive, later loads read too.
-  WEFT_DEVICE void sees_arrived() const {
+  // A fence: later loads read what the warp has acquired.
+  WEFT_DEVICE void fence_acquired() const {
     warp_.sync();
     bulk::fence_async();
   }
@@ -88,7 +88,7 @@ class RowPipe {
 
 // Pieces of rows that a warp reads in shared memory, in the order in which it asked for them. All lanes call all functions,
 // with the same arguments.
-//   queue.sees_arrived(): what the warp has acquired, later copies read too
+//   queue.fence_acquired(): a fence, after which copies read what the warp has acquired
 //   queue.ask(src, bytes): where has_room(); src is 16-byte aligned, bytes a multiple of 16, kQueuePieceBytes at most
 //   queue.front(): waits for the oldest piece; pop(): all lanes have read it
 // Before the warp ends it pops all that it asked for.
@@ -106,7 +106,7 @@ class RowQueue {
     }
     warp_.sync();
   }
-  WEFT_DEVICE void sees_arrived() const {
+  WEFT_DEVICE void fence_acquired() const {
     warp_.sync();
     bulk::fence_async();
   }

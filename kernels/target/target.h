@@ -5,7 +5,7 @@
 //   groups        Warp, Block: rank(), size(), sync(); a host warp is one thread; Cluster of blocks
 //   memory        scoped loads, stores, fences, atomics; Vec16; copies
 //   RowPipe       bulk asynchronous copies through shared memory (TMA on Hopper, plain copies elsewhere)
-//   RowQueue      bulk asynchronous copies into shared memory, where kHasBulkCopies; RowWriter: out of it
+//   RowQueue      rows into shared memory, where kHasRowQueue; RowWriter: out of it. By bulk asynchronous copies on GPUs
 //   time          now_ns(), pause()
 #pragma once
 

@@ -158,10 +158,10 @@ Result<std::string> read_private(const std::string& path, uint64_t bytes_max) {
   if (fstat(file.get(), &facts) != 0) return Status::from_errno(errno, "{}", path);
   if (static_cast<uint64_t>(facts.st_size) > bytes_max)
     return Status::make(Code::kCapacity, "{}: {} bytes, allowed: at most {}", path, facts.st_size, bytes_max);
-  return read_whole(file, path);
+  return read_all(file, path);
 }
 
-Result<std::string> read_whole(const FileDescriptor& file, const std::string& name) {
+Result<std::string> read_all(const FileDescriptor& file, const std::string& name) {
   std::string all;
   char some[1 << 16];
   while (true) {

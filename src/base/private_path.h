@@ -33,6 +33,6 @@ Result<FileDescriptor> open_private_file(const FileDescriptor& folder, const std
 Result<std::string> read_private(const std::string& path, uint64_t bytes_max);
 
 // All bytes of an open file; `name` for messages.
-Result<std::string> read_whole(const FileDescriptor& file, const std::string& name);
+Result<std::string> read_all(const FileDescriptor& file, const std::string& name);
 
 }  // namespace weft

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Tells when another process of this host ends, and how.
-//   FileDescriptor process = open_process(pid);              // kept, it names this process for ever
+//   FileDescriptor process = open_process(pid);              // while it is open, it names this process
 //   auto watch = ProcessWatch::shared();                     // one thread of ours, while somebody holds it
 //   uint64_t number = watch->add(process.get(), [] { ... });
 //   ProcessEnd end = process_end(process.get());

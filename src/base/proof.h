@@ -2,8 +2,8 @@
 //
 // Shows that a process knows a secret, without sending it: HMAC-SHA256 (RFC 2104) over a random number that
 // the other side has just made up.
-//   const Nonce mine = random_nonce();                       // sent to who wants to come in
-//   const Proof shown = prove(secret, "join", {bytes_of(mine), claim});      // what that one answers
+//   const Nonce mine = random_nonce();                       // sent to the client
+//   const Proof shown = prove(secret, "join", {bytes_of(mine), claim});      // the client's answer
 //   if (is_same(shown, prove(secret, "join", {bytes_of(mine), claim}))) ...
 // The role keeps proofs of different places apart, so that a proof cannot be reflected to its maker.
 // Threads: pure functions.

@@ -5,8 +5,8 @@
 //   WEFT_TRY_ASSIGN(Stream stream, Stream::open(std::move(socket), Stream::Side::kCaller, secret));
 //   while (stream.shake_hands() == Stream::Hands::kNotYet) ...poll...;
 //   stream.send(data, bytes);
-// Nothing waits: send() and receive() are those of a socket that does not block, which the socket must be. Who receives
-// until EAGAIN has left nothing: poll() tells of what comes next.
+// Nothing waits: send() and receive() are those of a socket that does not block, which the socket must be. After
+// receive() has failed with EAGAIN no byte is left, so poll() tells of the next ones.
 // Wire format: each side begins with an Opening, so that sides which are set differently can say so; then comes TLS.
 // Threads: one may send while another receives.
 #pragma once

@@ -98,6 +98,12 @@ inline uint64_t tally_now_ns() {
 // How long this thread has waited for peers so far, in kernels on the CPU: what a call adds to it is its waiting.
 inline thread_local uint64_t waited_for_peers_ns = 0;
 
+// Notes a call of so many bytes.
+inline void count_one(TallyOperation& to, uint64_t bytes) {
+  count_up(to.calls, 1);
+  count_up(to.bytes, bytes);
+}
+
 // Notes how long something took: of a call, or of a transfer from submission to its end.
 inline void add_time(TallyOperation& to, uint64_t ns) {
   count_up(to.busy_ns, ns);

@@ -4,8 +4,9 @@
 //   WEFT_TRY_ASSIGN(std::unique_ptr<TlsSession> tls, TlsSession::open(fd, TlsSession::Side::kCaller, secret));
 //   while (tls->shake_hands() == TlsSession::Moved::kAgain) ...poll...;
 //   const ssize_t sent = tls->send(data, bytes);      // as send(): -1 and EAGAIN where the socket takes nothing now
-// The key is derived from the secret. There are no certificates: who does not know it cannot finish the handshake, and
-// each connection has keys of its own (ECDHE), so that a recorded one is of no use, even with the secret.
+// The key is derived from the secret. There are no certificates: a side without the secret cannot finish the handshake.
+// Each connection has keys of its own (ECDHE), so a recorded connection cannot be decrypted later, even with the
+// secret.
 // Threads: any; a lock keeps sending and receiving apart.
 #pragma once
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// For Python's collector: the objects that one of a bound class holds.
+// Tells Python's garbage collector which objects an object of a bound class holds.
 //   using Slots = Collected<Hook, &Hook::tensors, &Hook::state>;
 //   nb::class_<Hook>(module, "Hook", nb::type_slots(Slots::slots));
-// A class with forget() is told before they go.
+// forget() of a class, if there is one, is called before they are released.
 #pragma once
 
 #include <nanobind/nanobind.h>

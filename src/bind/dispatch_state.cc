@@ -20,7 +20,7 @@ using SizesInOrder =
 
 }  // namespace
 
-DispatchState::DispatchState(const Sizes& sizes, Tensors tensors, nb::object islands)
+DispatchState::DispatchState(const Sizes& sizes, Tensors tensors, nb::object domains)
     : is_token_in_rank(std::move(tensors.is_token_in_rank)),
       send_row(std::move(tensors.send_row)),
       slot_base(std::move(tensors.slot_base)),
@@ -30,7 +30,7 @@ DispatchState::DispatchState(const Sizes& sizes, Tensors tensors, nb::object isl
       sum_place(std::move(tensors.sum_place)),
       routes(std::move(tensors.routes)),
       records(std::move(tensors.records)),
-      islands(std::move(islands)),
+      domains(std::move(domains)),
       sizes_(sizes),
       places_(places()) {}
 
@@ -60,18 +60,18 @@ void bind_dispatch_state(nb::module_& module) {
   using Slots = Collected<DispatchState, &DispatchState::is_token_in_rank, &DispatchState::send_row,
                           &DispatchState::slot_base, &DispatchState::prefix, &DispatchState::slot,
                           &DispatchState::token, &DispatchState::sum_place, &DispatchState::routes,
-                          &DispatchState::records, &DispatchState::islands>;
+                          &DispatchState::records, &DispatchState::domains>;
   nb::class_<DispatchState> state(module, "DispatchState", nb::type_slots(Slots::slots));
   // sizes, tensors: as in Sizes and Tensors.
   state.def(
       "__init__",
-      [](DispatchState* self, const SizesInOrder& sizes, const nb::tuple& tensors, nb::tuple islands) {
+      [](DispatchState* self, const SizesInOrder& sizes, const nb::tuple& tensors, nb::tuple domains) {
         const auto of = [&](size_t i) { return nb::object(tensors[i]); };
         new (self) DispatchState(
             std::apply([](auto... each) { return DispatchState::Sizes{each...}; }, sizes),
-            {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8)}, std::move(islands));
+            {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8)}, std::move(domains));
       },
-      nb::arg("sizes"), nb::arg("tensors"), nb::arg("islands") = nb::make_tuple());
+      nb::arg("sizes"), nb::arg("tensors"), nb::arg("domains") = nb::make_tuple());
   // A copy is of the copies of its tensors, and of where those are.
   state.def("__reduce__", [](nb::handle self) {
     const auto& of = nb::cast<const DispatchState&>(self);
@@ -80,7 +80,7 @@ void bind_dispatch_state(nb::module_& module) {
         nb::make_tuple(group_key, rank, id, experts, top_k, tokens, rows, staging_rows, unknown);
     const nb::object tensors = nb::make_tuple(of.is_token_in_rank, of.send_row, of.slot_base, of.prefix,
                                               of.slot, of.token, of.sum_place, of.routes, of.records);
-    return nb::make_tuple(self.type(), nb::make_tuple(sizes, tensors, of.islands));
+    return nb::make_tuple(self.type(), nb::make_tuple(sizes, tensors, of.domains));
   });
   const auto def_size = [&](const char* name, auto DispatchState::Sizes::* size) {
     state.def_prop_ro(name, [size](const DispatchState& self) { return self.sizes().*size; });
@@ -101,7 +101,7 @@ void bind_dispatch_state(nb::module_& module) {
       .def_ro("sum_place", &DispatchState::sum_place)
       .def_ro("routes", &DispatchState::routes)
       .def_ro("records", &DispatchState::records)
-      .def_ro("islands", &DispatchState::islands)
+      .def_ro("domains", &DispatchState::domains)
       .def_prop_ro("is_in_place", &DispatchState::is_in_place);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.DispatchState: the routes of one high-throughput dispatch, which nobody changes. It is what repeats and
-// combines read of a handle (weft/moe/handle.py).
+// weft._core.DispatchState: the routes of one high-throughput dispatch. It is immutable. Repeats and combines read it
+// of a handle (weft/moe/handle.py).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -40,8 +40,8 @@ class DispatchState {
     nanobind::object routes, records;
   };
 
-  // islands: a tuple of the island of each rank, where there are several; else ().
-  DispatchState(const Sizes& sizes, Tensors tensors, nanobind::object islands);
+  // domains: a tuple of the domain of each rank, where there are several; else ().
+  DispatchState(const Sizes& sizes, Tensors tensors, nanobind::object domains);
 
   const Sizes& sizes() const { return sizes_; }
   // All of it that the core goes by: right as long as is_in_place().
@@ -51,7 +51,7 @@ class DispatchState {
   bool is_in_place() const { return places() == places_; }
 
   nanobind::object is_token_in_rank, send_row, slot_base, prefix, slot, token, sum_place, routes, records;
-  nanobind::object islands;
+  nanobind::object domains;
 
  private:
   using Places = std::array<uint64_t, 7>;

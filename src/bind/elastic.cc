@@ -58,8 +58,8 @@ void bind_elastic(nb::module_& module) {
           "local",
           [](nb::handle self) {
             auto& engram = nb::cast<Engram&>(self);
-            return view_of(engram.window(), 0, engram.entries_per_rank() * engram.row_bytes(),
-                           nb::borrow(self));
+            return view_of(engram.window(), engram.entries_at(),
+                           engram.entries_per_rank() * engram.row_bytes(), nb::borrow(self));
           },
           "uint8[entries * bytes]: this rank's entries.")
       .def_fact("entries_per_rank", &Engram::entries_per_rank)

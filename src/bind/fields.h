@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A struct of the core from keywords of Python, each named once, beside its member:
-//   const Fields<Form> fields = Fields<Form>().required("tokens", &Form::tokens).optional("padding", &Form::padding);
-//   const Form form = fields.filled(kwargs);
+//   const Fields<Facts> fields = Fields<Facts>().required("tokens", &Facts::tokens).optional(...);
+//   const Facts facts = fields.filled(kwargs);
 // An optional keyword that is left out keeps the struct's default. Errors: TypeError naming a keyword that is missing,
 // unknown, or of another type.
 #pragma once

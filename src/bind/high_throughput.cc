@@ -146,7 +146,7 @@ class DispatchPlan : OfDevice {
   }
 
   // Returns: (payload, ids, weights, slots as above, DispatchHandle).
-  nb::tuple run_whole(const NewRoutes& given, uint32_t num_sms, const Order& order) const {
+  nb::tuple run_new(const NewRoutes& given, uint32_t num_sms, const Order& order) const {
     Came came = dispatched(given, 0, num_sms, order);
     const nb::object handle = handle_with(came.state, given.tokens_per_rank);
     return nb::make_tuple(came.rows.payload(), came.rows.ids(), came.rows.weights(), std::move(came.slots),
@@ -201,7 +201,7 @@ class DispatchPlan : OfDevice {
                          came.routes.counts_unknown},
                         {given.token_in_rank, places[0], places[1], places[2], rows.slot(), rows.token(),
                          given.sum_place, places[3], std::move(records)},
-                        by().islands);
+                        by().domains);
     return {std::move(rows), nb::cast(std::move(state)), std::move(came.tokens_per_local_expert)};
   }
 
@@ -329,13 +329,13 @@ void bind_dispatches(nb::module_& module) {
           nb::arg("is_token_in_rank"), nb::arg("num_tokens_per_expert"), nb::arg("sum_place").none(),
           nb::arg("most_tokens"), nb::arg("num_sms"), nb::arg("order"))
       .def(
-          "run_whole",
+          "run_new",
           [](const DispatchPlan& self, nb::object x, nb::object scales, nb::object topk_idx,
              nb::object topk_weights, nb::object token_in_rank, nb::object tokens_per_expert,
              nb::object tokens_per_rank, uint32_t num_sms, const Order& order) {
-            return self.run_whole({x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert,
-                                   tokens_per_rank, nb::none()},
-                                  num_sms, order);
+            return self.run_new({x, scales, topk_idx, topk_weights, token_in_rank, tokens_per_expert,
+                                 tokens_per_rank, nb::none()},
+                                num_sms, order);
           },
           nb::arg("x"), nb::arg("scales").none(), nb::arg("topk_idx").none(), nb::arg("topk_weights").none(),
           nb::arg("is_token_in_rank"), nb::arg("num_tokens_per_expert"), nb::arg("num_tokens_per_rank"),

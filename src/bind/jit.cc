@@ -62,10 +62,10 @@ void bind_keys_of_calls(nb::module_& module) {
       [](uint32_t ranks, uint32_t experts, uint32_t top_k, int64_t payload, uint32_t row_bytes,
          uint32_t scale_bytes, bool has_weights, int64_t reply, const std::string& architecture) {
         constexpr uint32_t kTokens = 128;  // plays no part in what is compiled
-        LowLatencyDispatchForm form{kTokens, kTokens, top_k, experts, 8, payload, row_bytes, scale_bytes};
-        form.has_weights = has_weights;
+        LowLatencyDispatchFacts facts{kTokens, kTokens, top_k, experts, 8, payload, row_bytes, scale_bytes};
+        facts.has_weights = has_weights;
         return on_mapped_mesh(
-            low_latency_keys({ranks, kTokens, top_k, experts}, form, reply, limits_of(architecture)));
+            low_latency_keys({ranks, kTokens, top_k, experts}, facts, reply, limits_of(architecture)));
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("experts"), nb::arg("top_k"), nb::arg("payload"),
       nb::arg("row_bytes"), nb::arg("scale_bytes"), nb::arg("has_weights"), nb::arg("reply"),

@@ -59,7 +59,7 @@ void forget(std::unordered_map<uint64_t, PieceShare*>& by_key, uint64_t key, con
 
 }  // namespace
 
-nb::object Pieces::lend(nb::object pieces, nb::object owner, uint64_t offset) {
+nb::object Pieces::lease(nb::object pieces, nb::object owner, uint64_t offset) {
   const uint64_t home = nb::cast<const Pieces&>(pieces).now();
   return nb::cast(new PieceLease(std::move(pieces), std::move(owner), offset, home),
                   nb::rv_policy::take_ownership);
@@ -118,7 +118,7 @@ void bind_leases(nb::module_& module) {
   nb::class_<Pieces>(module, "Pieces", "The pieces of one window.")
       .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("give_back"), nb::arg("current").none(),
            nb::arg("give_back_after").none())
-      .def("lend", &Pieces::lend, nb::arg("owner"), nb::arg("offset"),
+      .def("lease", &Pieces::lease, nb::arg("owner"), nb::arg("offset"),
            "The lease of a piece. owner: what keeps its memory.");
   nb::class_<PieceLease>(module, "PieceLease", "One piece of a window that is out.")
       .def_ro("recorded", &PieceLease::recorded)

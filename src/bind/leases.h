@@ -2,7 +2,7 @@
 //
 // Storages in pieces of a window. Pieces, PieceLease and PieceShare are also weft._core's: weft/moe/window_pieces.py says
 // when a piece is free again.
-//   const nb::object lease = Pieces::lend(pieces, buffer, offset);   // and a PieceShare for each storage in it
+//   const nb::object lease = Pieces::lease(pieces, buffer, offset);   // and a PieceShare for each storage in it
 // All of this is called with the GIL held.
 #pragma once
 
@@ -27,7 +27,7 @@ class Pieces {
         give_back_after_(std::move(give_back_after)) {}
 
   // pieces: a Pieces. owner: keeps the window mapped.
-  static nanobind::object lend(nanobind::object pieces, nanobind::object owner, uint64_t offset);
+  static nanobind::object lease(nanobind::object pieces, nanobind::object owner, uint64_t offset);
   // Of a piece that several streams have to be done with pieces.take_later(offset, home, now, recorded) takes care.
   static void take_back(nanobind::handle pieces, uint64_t offset, uint64_t home,
                         const nanobind::dict& recorded);
@@ -41,7 +41,7 @@ class Pieces {
 // One piece that is out. It goes back when none of its shares is left.
 class PieceLease {
  public:
-  // home: the stream that was current when it was lent.
+  // home: the stream that was current when it was leased.
   PieceLease(nanobind::object pieces, nanobind::object owner, uint64_t offset, uint64_t home)
       : pieces_(std::move(pieces)), owner_(std::move(owner)), offset_(offset), home_(home) {}
   ~PieceLease();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
+// weft._core.LowLatency: the low-latency calls of a MoeBuffer. A plan is made once for a signature; then a call is one
 // trip into the core: low_latency_plans.cc makes its results as well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -23,8 +23,8 @@ template <class Calls, class Memory, class... Tensor>
 void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
   into.def("send", [memory](const Calls& self, Tensor... at,
                             uint64_t stream) { return self.send(memory(at...), pointer<void>(stream)); })
-      .def("receive_into", [memory](const Calls& self, Tensor... at, uint32_t ticket, uint64_t stream) {
-        self.receive_into(memory(at...), ticket, pointer<void>(stream));
+      .def("receive_into", [memory](const Calls& self, Tensor... at, uint32_t call_slot, uint64_t stream) {
+        self.receive_into(memory(at...), call_slot, pointer<void>(stream));
       });
 }
 
@@ -46,60 +46,60 @@ nb::dict payloads() {
   return all;
 }
 
-// What Python names of a form.
-Fields<LowLatencyDispatchForm> dispatch_fields() {
-  using Form = LowLatencyDispatchForm;
-  return Fields<Form>()
-      .required("max_tokens", &Form::max_tokens)
-      .required("tokens", &Form::tokens)
-      .required("top_k", &Form::top_k)
-      .required("experts", &Form::experts)
-      .required("id_bytes", &Form::id_bytes)
-      .required("payload", &Form::payload)
-      .required("row_bytes", &Form::row_bytes)
-      .required("scale_bytes", &Form::scale_bytes)
-      .required("has_weights", &Form::has_weights)
-      .required("scale_expert_stride", &Form::scale_expert_stride)
-      .required("scale_row_stride", &Form::scale_row_stride)
-      .required("scale_word_stride", &Form::scale_word_stride)
-      .required("tiled_scales", &Form::tiled_scales)
-      .optional("expert_rows", &Form::expert_rows)
-      .optional("padding", &Form::padding)
-      .optional("max_rows", &Form::max_rows)
-      .optional("grid_sms", &Form::grid_sms);
+// What Python names of a facts.
+Fields<LowLatencyDispatchFacts> dispatch_fields() {
+  using Facts = LowLatencyDispatchFacts;
+  return Fields<Facts>()
+      .required("max_tokens", &Facts::max_tokens)
+      .required("tokens", &Facts::tokens)
+      .required("top_k", &Facts::top_k)
+      .required("experts", &Facts::experts)
+      .required("id_bytes", &Facts::id_bytes)
+      .required("payload", &Facts::payload)
+      .required("row_bytes", &Facts::row_bytes)
+      .required("scale_bytes", &Facts::scale_bytes)
+      .required("has_weights", &Facts::has_weights)
+      .required("scale_expert_stride", &Facts::scale_expert_stride)
+      .required("scale_row_stride", &Facts::scale_row_stride)
+      .required("scale_word_stride", &Facts::scale_word_stride)
+      .required("tiled_scales", &Facts::tiled_scales)
+      .optional("expert_rows", &Facts::expert_rows)
+      .optional("padding", &Facts::padding)
+      .optional("max_rows", &Facts::max_rows)
+      .optional("grid_sms", &Facts::grid_sms);
 }
 
-Fields<LowLatencyCombineForm> combine_fields() {
-  using Form = LowLatencyCombineForm;
-  return Fields<Form>()
-      .required("max_tokens", &Form::max_tokens)
-      .required("tokens", &Form::tokens)
-      .required("top_k", &Form::top_k)
-      .required("experts", &Form::experts)
-      .required("id_bytes", &Form::id_bytes)
-      .required("reply", &Form::reply)
-      .required("row_bytes", &Form::row_bytes)
-      .required("has_weights", &Form::has_weights)
-      .required("dispatch_had_weights", &Form::dispatch_had_weights)
-      .optional("kept_weights", &Form::kept_weights)
-      .optional("sent_id_bytes", &Form::sent_id_bytes)
-      .optional("signal_value", &Form::signal_value)
-      .optional("signals_per_expert", &Form::signals_per_expert)
-      .optional("signal_rows", &Form::signal_rows)
-      .optional("num_sms", &Form::num_sms)
-      .optional("element", &Form::element)
-      .optional("out_element", &Form::out_element)
-      .optional("accumulate", &Form::accumulate)
-      .optional("grid_sms", &Form::grid_sms);
+Fields<LowLatencyCombineFacts> combine_fields() {
+  using Facts = LowLatencyCombineFacts;
+  return Fields<Facts>()
+      .required("max_tokens", &Facts::max_tokens)
+      .required("tokens", &Facts::tokens)
+      .required("top_k", &Facts::top_k)
+      .required("experts", &Facts::experts)
+      .required("id_bytes", &Facts::id_bytes)
+      .required("reply", &Facts::reply)
+      .required("row_bytes", &Facts::row_bytes)
+      .required("has_weights", &Facts::has_weights)
+      .required("dispatch_had_weights", &Facts::dispatch_had_weights)
+      .optional("saved_weights", &Facts::saved_weights)
+      .optional("sent_id_bytes", &Facts::sent_id_bytes)
+      .optional("signal_value", &Facts::signal_value)
+      .optional("signals_per_expert", &Facts::signals_per_expert)
+      .optional("signal_rows", &Facts::signal_rows)
+      .optional("num_sms", &Facts::num_sms)
+      .optional("element", &Facts::element)
+      .optional("out_element", &Facts::out_element)
+      .optional("accumulate", &Facts::accumulate)
+      .optional("grid_sms", &Facts::grid_sms);
 }
 
 void bind_calls(nb::module_& module) {
   nb::class_<SentDispatch>(module, "SentDispatch")
       .def_ro("number", &SentDispatch::number)
-      .def_ro("ticket", &SentDispatch::ticket);
+      .def_ro("call_slot", &SentDispatch::call_slot);
   nb::class_<SentCombine>(module, "SentCombine")
       .def_ro("number", &SentCombine::number)
-      .def_ro("ticket", &SentCombine::ticket);
+      .def_ro("call_slot", &SentCombine::call_slot);
   nb::class_<DispatchCalls> dispatch(module, "LowLatencyDispatchCalls");
   def_calls(dispatch, &dispatch_memory);
   nb::class_<CombineCalls> combine(module, "LowLatencyCombineCalls");
@@ -151,46 +151,46 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<0, 1>())
       .def(
-          "sends_once_per_node",
+          "sends_once_per_domain",
           [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
              uint32_t row_bytes, uint32_t scale_bytes) {
-            LowLatencyDispatchForm form;
-            form.max_tokens = max_tokens;
-            form.top_k = top_k;
-            form.experts = experts;
-            form.row_bytes = row_bytes;
-            form.scale_bytes = scale_bytes;
-            return self.sends_once_per_node(form);
+            LowLatencyDispatchFacts facts;
+            facts.max_tokens = max_tokens;
+            facts.top_k = top_k;
+            facts.experts = experts;
+            facts.row_bytes = row_bytes;
+            facts.scale_bytes = scale_bytes;
+            return self.sends_once_per_domain(facts);
           },
           nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"),
           nb::arg("scale_bytes"))
-      // The first of a form compiles its kernel.
+      // The first plan compiles its kernel.
       .def(
-          "replies_once_per_node",
+          "replies_once_per_domain",
           [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
              uint32_t row_bytes) {
-            LowLatencyCombineForm form;
-            form.max_tokens = max_tokens;
-            form.top_k = top_k;
-            form.experts = experts;
-            form.row_bytes = row_bytes;
-            return self.replies_once_per_node(form);
+            LowLatencyCombineFacts facts;
+            facts.max_tokens = max_tokens;
+            facts.top_k = top_k;
+            facts.experts = experts;
+            facts.row_bytes = row_bytes;
+            return self.replies_once_per_domain(facts);
           },
           nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"))
       .def(
           "plan_dispatch",
-          [fields = dispatch_fields()](LowLatency& self, const nb::kwargs& form) {
-            const LowLatencyDispatchForm filled = fields.filled(form);
+          [fields = dispatch_fields()](LowLatency& self, const nb::kwargs& facts) {
+            const LowLatencyDispatchFacts filled = fields.filled(facts);
             return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
-          nb::arg("form"), nb::keep_alive<0, 1>())
+          nb::arg("facts"), nb::keep_alive<0, 1>())
       .def(
           "plan_combine",
-          [fields = combine_fields()](LowLatency& self, const nb::kwargs& form) {
-            const LowLatencyCombineForm filled = fields.filled(form);
+          [fields = combine_fields()](LowLatency& self, const nb::kwargs& facts) {
+            const LowLatencyCombineFacts filled = fields.filled(facts);
             return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
-          nb::arg("form"), nb::keep_alive<0, 1>())
+          nb::arg("facts"), nb::keep_alive<0, 1>())
       .def_fact("calls", &LowLatency::calls)
       .def("note_unreceived", &LowLatency::note_unreceived, nb::arg("number"), nb::arg("receive"))
       .def("note_received", &LowLatency::note_received, nb::arg("number"))

@@ -29,17 +29,17 @@ namespace {
 // What a dispatch leaves for its combine: weft/moe/low_latency_handle.py, LowLatencyHandle.
 class HandleState {
  public:
-  // key: of the form. place: of the routes.
-  HandleState(nb::object form, nb::object key, nb::object routes, nb::object status, TensorAddress place)
-      : form(std::move(form)),
+  // key: of the agreement. place: of the routes.
+  HandleState(nb::object agreement, nb::object key, nb::object routes, nb::object status, TensorAddress place)
+      : agreement(std::move(agreement)),
         key(std::move(key)),
         routes(std::move(routes)),
         status(std::move(status)),
         place_(place.value) {}
 
-  nb::object form, key, routes, status;
-  nb::object kept_rows = nb::none();  // as long as this: what the next combine reads in place
-  bool is_checked = false;  // whether the routes are as long as the form says: those of a dispatch are
+  nb::object agreement, key, routes, status;
+  nb::object combine_rows = nb::none();  // as long as this: what the next combine reads in place
+  bool is_checked = false;  // whether the routes are as long as the agreement says: those of a dispatch are
 
   TensorAddress place() const { return address_of(routes); }
   bool is_in_place(TensorAddress now) const { return now.value == place_; }
@@ -195,13 +195,13 @@ struct Started {
   nb::object event, hook;
 };
 
-// A form's calls. They are objects of Python, which keep the buffer's mode alive.
+// A plan's calls. They are objects of Python, which keep the buffer's mode alive.
 template <class Calls>
 class LowLatencyCallPlan {
  protected:
   LowLatencyCallPlan(nb::object calls, const LowLatencySetting& setting, std::string name)
-      : kept_(std::move(calls)),
-        calls_(&nb::cast<const Calls&>(kept_)),
+      : python_calls_(std::move(calls)),
+        calls_(&nb::cast<const Calls&>(python_calls_)),
         setting_(setting),
         name_(std::move(name)) {}
 
@@ -220,7 +220,7 @@ class LowLatencyCallPlan {
 
   // Runs both phases on the communication stream, or sends on the current one and returns the hook. tensors() are all
   // that the call works on; the hook tells `state`, unless it is None, that it has received.
-  // sends_late: until that has happened once with calls of the form, the hook sends, too.
+  // sends_late: until that has happened once with calls of the plan, the hook sends, too.
   template <class Given, class Memory, class Tensors>
   Started start(const Given& given, const Memory& memory, const Tensors& tensors, nb::object state,
                 bool sends_late = false) const {
@@ -238,11 +238,11 @@ class LowLatencyCallPlan {
     const uint64_t number = left.sent.number;
     mode.note_unreceived(number, name_);
     return {setting_.finished(),
-            nb::cast(ReceiveHook(kept_, mode, number, std::move(left), tensors(), std::move(state)))};
+            nb::cast(ReceiveHook(python_calls_, mode, number, std::move(left), tensors(), std::move(state)))};
   }
 
  private:
-  nb::object kept_;
+  nb::object python_calls_;
   const Calls* calls_;
   LowLatencySetting setting_;
   std::string name_;
@@ -253,15 +253,15 @@ class LowLatencyDispatchPlan : LowLatencyCallPlan<DispatchCalls> {
   // x, topk_idx, topk_weights, expert_stats, wait_cycles
   using Arguments = Given<5>;
 
-  // make: makes what a call fills. form: a LowLatencyForm. seen(rows, scales): as the caller sees them; None: as they
-  // are.
-  LowLatencyDispatchPlan(nb::object calls, const LowLatencySetting& setting, nb::object make, nb::object form,
-                         nb::object seen)
+  // make: makes what a call fills. agreement: a LowLatencyAgreement. seen(rows, scales): as the caller sees them; None:
+  // as they are.
+  LowLatencyDispatchPlan(nb::object calls, const LowLatencySetting& setting, nb::object make,
+                         nb::object agreement, nb::object seen)
       : LowLatencyCallPlan(std::move(calls), setting, "low_latency_dispatch"),
         outputs_(std::move(make)),
-        form_(std::move(form)),
-        key_(form_.attr("key")),
-        entries_(form_.attr("entries")),
+        agreement_(std::move(agreement)),
+        key_(agreement_.attr("key")),
+        entries_(agreement_.attr("entries")),
         seen_(std::move(seen)) {}
 
   // filled: what to fill, in the order of make(); None: new tensors.
@@ -289,7 +289,7 @@ class LowLatencyDispatchPlan : LowLatencyCallPlan<DispatchCalls> {
                         address_of(rows), address_of(scales), address_of(src_info), address_of(layout_range),
                         address_of(counts), routes_at, address_of(weights), address_of(sources));
     const nb::object status = setting().status(!given.returns_hook());
-    HandleState fresh(form_, key_, routes, status, routes_at);
+    HandleState fresh(agreement_, key_, routes, status, routes_at);
     fresh.is_checked = true;
     const nb::object state = nb::cast(std::move(fresh));
     const auto tensors = [&] {
@@ -311,7 +311,7 @@ class LowLatencyDispatchPlan : LowLatencyCallPlan<DispatchCalls> {
   }
 
   Outputs outputs_;
-  nb::object form_, key_;
+  nb::object agreement_, key_;
   nb::tuple entries_;  // of a handle: M, hidden, E and the facts
   nb::object seen_;
 };
@@ -366,7 +366,7 @@ nb::object known_dispatch(nb::dict plans, nb::tuple tensors, nb::tuple options) 
   return nb::cast<const LowLatencyDispatchPlan&>(plan).call_known(arguments);
 }
 
-// The same for LowLatencyCombinePlans. A signature ends with the key of the state's form.
+// The same for LowLatencyCombinePlans. A signature ends with the key of the state's agreement.
 nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, HandleState& state) {
   const TensorAddress routes_at = state.place();
   if (!state.is_ready(routes_at)) return nb::none();
@@ -381,21 +381,21 @@ nb::object known_combine(nb::dict plans, nb::tuple tensors, nb::tuple options, H
 }  // namespace
 
 void bind_low_latency_plans(nb::module_& module) {
-  using StateCollected = Collected<HandleState, &HandleState::form, &HandleState::routes,
-                                   &HandleState::status, &HandleState::kept_rows>;
+  using StateCollected = Collected<HandleState, &HandleState::agreement, &HandleState::routes,
+                                   &HandleState::status, &HandleState::combine_rows>;
   nb::class_<HandleState>(module, "LowLatencyHandleState", nb::type_slots(StateCollected::slots))
       .def(
           "__init__",
-          [](HandleState* self, nb::object form, nb::object routes, nb::object status) {
+          [](HandleState* self, nb::object agreement, nb::object routes, nb::object status) {
             const TensorAddress place = address_of(routes);
-            new (self) HandleState(form, form.attr("key"), routes, status, place);
+            new (self) HandleState(agreement, agreement.attr("key"), routes, status, place);
           },
-          nb::arg("form"), nb::arg("routes"), nb::arg("status"))
-      .def_ro("form", &HandleState::form)
+          nb::arg("agreement"), nb::arg("routes"), nb::arg("status"))
+      .def_ro("agreement", &HandleState::agreement)
       .def_ro("routes", &HandleState::routes)
-      .def_rw("kept_rows", &HandleState::kept_rows, nb::arg().none())
+      .def_rw("combine_rows", &HandleState::combine_rows, nb::arg().none())
       .def_prop_ro("number", &HandleState::number)
-      .def_prop_ro("group_key", [](const HandleState& self) { return self.form.attr("group_key"); })
+      .def_prop_ro("group_key", [](const HandleState& self) { return self.agreement.attr("group_key"); })
       .def_prop_ro("is_in_place", [](const HandleState& self) { return self.is_in_place(self.place()); })
       .def_prop_ro("is_received", &HandleState::is_received)
       .def_rw("is_checked", &HandleState::is_checked)
@@ -414,7 +414,8 @@ void bind_low_latency_plans(nb::module_& module) {
 
   nb::class_<LowLatencyDispatchPlan>(module, "LowLatencyDispatchPlan")
       .def(nb::init<nb::object, const LowLatencySetting&, nb::object, nb::object, nb::object>(),
-           nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("form"), nb::arg("seen").none())
+           nb::arg("calls"), nb::arg("setting"), nb::arg("make"), nb::arg("agreement"),
+           nb::arg("seen").none())
       .def("__call__", &LowLatencyDispatchPlan::call, nb::arg("tensors"), nb::arg("options"),
            nb::arg("x_scales").none(), nb::arg("filled").none());
   module.def("known_low_latency_dispatch", &known_dispatch);

@@ -43,13 +43,13 @@ void bind_moe(nb::module_& module) {
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes,
-             double timeout_s, bool each_alone) {
+             double timeout_s, bool single_rank_domains) {
             return owned_or_throw(without_gil([&] {
-              return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s, each_alone});
+              return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s, single_rank_domains});
             }));
           },
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
-          nb::arg("each_alone") = false)
+          nb::arg("single_rank_domains") = false)
       .def_fact("planned_sms", &MoeBuffer::planned_sms)
       .def_fact("planned_combine_sms", &MoeBuffer::planned_combine_sms)
       .def("wait", [](MoeBuffer& self, uint64_t stream,
@@ -70,7 +70,7 @@ void bind_moe(nb::module_& module) {
             check(without_gil([&] { return self.make_room_for(format, rows, staging_rows); }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
-      .def_fact("islands", &MoeBuffer::islands)
+      .def_fact("domains", &MoeBuffer::domains)
       .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"), nb::arg("is_ordered"))
       .def_fact("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))

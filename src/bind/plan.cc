@@ -12,6 +12,13 @@ namespace {
 
 namespace nb = nanobind;
 
+void add_times(nb::dict& dict, const TrafficPhase& phase) {
+  dict["us"] = phase.in_gpu.us;
+  dict["bound"] = to_string(phase.in_gpu.bound);
+  dict["host_us"] = phase.in_host.us;
+  dict["host_bound"] = to_string(phase.in_host.bound);
+}
+
 nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t batch_warps) {
   nb::dict dict;
   dict["blocks"] = grid.blocks;
@@ -24,8 +31,7 @@ nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t batch
   dict["network_bytes"] = phase.network_bytes;
   dict["puts"] = phase.num_puts;
   dict["chunk_bytes"] = phase.chunk_bytes;
-  dict["us"] = phase.us;
-  dict["bound"] = to_string(phase.bound);
+  add_times(dict, phase);
   return dict;
 }
 
@@ -35,10 +41,10 @@ void add_ways(nb::dict phase, const FanOut& ways) {
     nb::dict of_way;
     of_way["network_bytes"] = way->network_bytes;
     of_way["puts"] = way->num_puts;
-    of_way["us"] = way->us;
+    add_times(of_way, *way);
     phase[name] = of_way;
   }
-  phase["fan_out"] = ways.is_per_node() ? "node" : "direct";
+  phase["fan_out"] = ways.is_per_domain() ? "node" : "direct";
 }
 
 nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict& machine) {
@@ -49,7 +55,8 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
                                  count(shape, "experts"),     count(shape, "row_bytes"),
                                  count(shape, "scale_bytes"), count(shape, "result_bytes")};
   const MachineFigures figures{{figure("mapped_gb_s"), figure("network_gb_s"), figure("mapped_latency_us"),
-                                figure("network_latency_us"), figure("million_puts_per_s")},
+                                figure("network_latency_us"), figure("million_puts_per_s"), figure("pcie_gb_s"),
+                                figure("pcie_latency_us")},
                                {true, count(machine, "sms"), 1, count(machine, "shared_bytes")},
                                nb::cast<int>(machine["nvlinks"]),
                                nb::cast<int>(machine["compute_major"])};

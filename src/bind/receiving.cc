@@ -23,7 +23,7 @@ uint64_t columns_of(const nb::object& tensor) {
 }
 
 nb::object leased(const HighThroughput& by, uint64_t at, bool is_captured) {
-  return is_captured ? nb::none() : Pieces::lend(by.pieces, by.buffer, at);
+  return is_captured ? nb::none() : Pieces::lease(by.pieces, by.buffer, at);
 }
 
 }  // namespace
@@ -75,17 +75,17 @@ nb::object ReceivedRows::payload() {
   return nb::make_tuple(rows(), scales());
 }
 
-const nb::object& ReceivedRows::like(Made& kept, const nb::object& sent, bool is_row, uint64_t offset) {
-  if (kept.is_valid() || sent.is_none()) return kept.is_valid() ? kept : sent;
+const nb::object& ReceivedRows::like(Made& cached, const nb::object& sent, bool is_row, uint64_t offset) {
+  if (cached.is_valid() || sent.is_none()) return cached.is_valid() ? cached : sent;
   const Shape shape{num_rows_, columns_of(sent), true};
   const nb::object dtype = sent.attr("dtype");
-  return kept = made(is_row ? rows_lease_ : meta_lease_, (is_row ? at_.rows_at : at_.meta_at) + offset, shape,
-                     dtype, is_row);
+  return cached = made(is_row ? rows_lease_ : meta_lease_, (is_row ? at_.rows_at : at_.meta_at) + offset,
+                       shape, dtype, is_row);
 }
 
-const nb::object& ReceivedRows::column(Made& kept, uint64_t offset) {
-  if (kept.is_valid()) return kept;
-  return kept = made(meta_lease_, at_.meta_at + offset, {num_rows_, 1, false}, by().int32, false);
+const nb::object& ReceivedRows::column(Made& cached, uint64_t offset) {
+  if (cached.is_valid()) return cached;
+  return cached = made(meta_lease_, at_.meta_at + offset, {num_rows_, 1, false}, by().int32, false);
 }
 
 nb::object ReceivedRows::made(const nb::object& lease, uint64_t at, const Shape& shape,
@@ -144,15 +144,15 @@ void bind_received(nb::module_& module) {
           [](HighThroughput* self, nb::object buffer, nb::object device, nb::object pieces,
              nb::object allocator, nb::object host_allocator, nb::object from_capsule, nb::object retyped,
              nb::dict exchanged, nb::object int32, nb::object int64, nb::object with_global_scale,
-             uint64_t large_bytes, int64_t group_key, nb::tuple islands) {
+             uint64_t large_bytes, int64_t group_key, nb::tuple domains) {
             new (self) HighThroughput{
                 buffer,    device, pieces, allocator,         host_allocator, from_capsule, retyped,
-                exchanged, int32,  int64,  with_global_scale, large_bytes,    group_key,    islands};
+                exchanged, int32,  int64,  with_global_scale, large_bytes,    group_key,    domains};
           },
           nb::kw_only(), nb::arg("buffer"), nb::arg("device"), nb::arg("pieces"), nb::arg("allocator"),
           nb::arg("host_allocator"), nb::arg("from_capsule"), nb::arg("retyped"), nb::arg("exchanged"),
           nb::arg("int32"), nb::arg("int64"), nb::arg("with_global_scale"), nb::arg("large_bytes"),
-          nb::arg("group_key"), nb::arg("islands"));
+          nb::arg("group_key"), nb::arg("domains"));
   nb::class_<ReceivedRows>(module, "ReceivedRows", "The results of a dispatch.")
       .def("rows", &ReceivedRows::rows)
       .def("scales", &ReceivedRows::scales)

@@ -33,7 +33,7 @@ struct HighThroughput {
   nanobind::object with_global_scale;  // (rows, scales) of NVFP4 -> what the caller gets
   uint64_t large_bytes;                // on the CPU smaller rows are copied
   int64_t group_key;                   // of handles
-  nanobind::object islands;
+  nanobind::object domains;
 
   MoeBuffer& core() const { return nanobind::cast<MoeBuffer&>(buffer); }
   const Allocator& tensors() const { return nanobind::cast<const Allocator&>(allocator); }
@@ -81,8 +81,8 @@ class ReceivedRows {
   const HighThroughput& by() const { return nanobind::cast<const HighThroughput&>(by_); }
   bool is_host() const { return by().core().communicator()->device().is_host(); }
   // A result of the shape and type of a tensor that was sent, if it was.
-  const Made& like(Made& kept, const nanobind::object& sent, bool is_row, uint64_t offset);
-  const Made& column(Made& kept, uint64_t offset);
+  const Made& like(Made& cached, const nanobind::object& sent, bool is_row, uint64_t offset);
+  const Made& column(Made& cached, uint64_t offset);
   Made made(const nanobind::object& lease, uint64_t at, const Shape& shape, const nanobind::object& dtype,
             bool may_stay) const;
   Made copied(uint64_t at, uint64_t bytes, const Shape& shape, const nanobind::object& dtype) const;

@@ -167,7 +167,7 @@ nb::dict to_dict(const Interface& interface) {
 }
 
 void bind_communicator(nb::module_& module) {
-  module.def("meeting_interface",
+  module.def("rendezvous_interface",
              [] { return to_dict(value_or_throw(choose_interface(config().interface))); });
   OwnedClass<Bootstrap>(module, "Bootstrap")
       .def_fact("rank", &Bootstrap::rank)

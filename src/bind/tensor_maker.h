@@ -102,7 +102,7 @@ class Outputs {
  public:
   // make: a TensorMaker.
   explicit Outputs(nanobind::object make)
-      : kept_(std::move(make)), maker_(&nanobind::cast<const TensorMaker&>(kept_)) {}
+      : python_maker_(std::move(make)), maker_(&nanobind::cast<const TensorMaker&>(python_maker_)) {}
 
   template <size_t count>
   void make(nanobind::object (&results)[count]) const {
@@ -110,7 +110,7 @@ class Outputs {
   }
 
  private:
-  nanobind::object kept_;
+  nanobind::object python_maker_;
   const TensorMaker* maker_;
 };
 

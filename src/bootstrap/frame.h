@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks and their meeting say to each other: frames on a stream, put together as they come, and how the
-// silence of the other side is noticed.
+// Frames: the messages between ranks and the server of their rendezvous, assembled from what a stream receives; and the
+// rule by which a silent side is noticed.
 #pragma once
 
 #include <errno.h>
@@ -15,7 +15,7 @@
 
 #include "base/config.h"
 #include "base/log.h"
-#include "bootstrap/door.h"
+#include "bootstrap/listener.h"
 
 namespace weft {
 
@@ -24,10 +24,10 @@ inline constexpr double kSoon_s = 10;      // for the kernel to take what is sen
 inline constexpr double kAccount_s = 0.2;  // for a better account of a rank that is gone: how it was killed
 
 enum class Kind : uint32_t {
-  kGive = 1,  // to the meeting: bytes for everybody; number: milliseconds that the sender will wait
+  kGive = 1,  // to the rendezvous: bytes for everybody; number: milliseconds that the sender will wait
   kAnswer,    // from it: number is a Code; everybody's bytes, each with its length before it, or words
   kLost,      // `rank` is lost: words say how; number: 1 where that may be known better elsewhere
-  kLeave,     // `rank` leaves; the meeting answers the same when it has told the others
+  kLeave,     // `rank` leaves; the rendezvous answers the same when it has told the others
   kBeat,      // nothing: so that a network that is gone is noticed
 };
 struct Frame {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which of this machine's network addresses other machines are told.
+// Chooses the network address of this machine that other machines connect to.
 //   WEFT_TRY_ASSIGN(const Interface at, choose_interface(config().interface));   // at.name, at.address, at.why
 // Threads: any.
 #pragma once

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <set>
 
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 
 namespace weft {
 
@@ -92,13 +92,13 @@ void PeerWatch::process_ends() {
   for (std::atomic<uint32_t>* state : notes.states) state->store(Note::kExits, std::memory_order_release);
 }
 
-Status PeerWatch::meet(ParcelExchange& parcels, const std::vector<bool>& is_other_process, Deadline until) {
-  parcels.begin_call();
+Status PeerWatch::meet(FdExchange& exchange, const std::vector<bool>& is_other_process, Deadline until) {
+  exchange.begin_call();
   WEFT_TRY_ASSIGN(FileDescriptor note, own_.descriptor());
-  WEFT_TRY_ASSIGN(std::vector<Parcel> notes,
-                  parcels.all_gather({"", std::move(note)}, "communicator.peers", until));
-  WEFT_TRY_ASSIGN(std::vector<Parcel> processes,
-                  parcels.all_gather({"", open_process(getpid())}, "communicator.peers", until));
+  WEFT_TRY_ASSIGN(std::vector<FdMessage> notes,
+                  exchange.all_gather({"", std::move(note)}, "communicator.peers", until));
+  WEFT_TRY_ASSIGN(std::vector<FdMessage> processes,
+                  exchange.all_gather({"", open_process(getpid())}, "communicator.peers", until));
   peers_.resize(notes.size());
   for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
     if (rank == rank_ || !notes[rank].fd.is_open()) continue;

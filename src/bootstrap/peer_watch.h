@@ -3,7 +3,7 @@
 // PeerWatch knows which ranks of this host have died, and how, moments after it happened; and which others
 // were lost, once the links to them say so.
 //   WEFT_TRY_ASSIGN(auto peers, PeerWatch::open(rank));
-//   WEFT_TRY(peers->meet(*parcels, in_other_processes, until));    // collective
+//   WEFT_TRY(peers->meet(*exchange, in_other_processes, until));    // collective
 //   PeerWatch::Alarm alarm = peers->alarm([&](int peer) { raise(fault, ...); });
 //   peers->lost();   // "rank 3 (pid 4711 on node7) was killed by signal 9"
 // A rank dies when a signal ends its process, or its process exits with another status than 0. A rank leaves
@@ -28,7 +28,7 @@
 
 namespace weft {
 
-class ParcelExchange;
+class FdExchange;
 
 class PeerWatch {
  public:
@@ -51,8 +51,8 @@ class PeerWatch {
   ~PeerWatch();  // tells the peers that this rank leaves
 
   // Learns who the peers are, by rank; those of other processes are watched from then on. Errors: those of
-  // ParcelExchange::all_gather.
-  Status meet(ParcelExchange& parcels, const std::vector<bool>& is_other_process, Deadline until);
+  // FdExchange::all_gather.
+  Status meet(FdExchange& exchange, const std::vector<bool>& is_other_process, Deadline until);
 
   // Calls `lost(peer)` when a peer has died, at once for one that has died before. It runs under a lock: it
   // must be short, and call nothing of this object.
@@ -70,7 +70,7 @@ class PeerWatch {
 
   // Whether nothing more can come from a peer: it has died or left.
   bool is_over(int peer);
-  // Who died first, and how; empty while nobody has. Who dies of another's death is not named.
+  // The first death, and how; empty while nobody has died. A rank that dies of another's death is not named.
   std::string lost();
   // The same where a death is likely: a process that ends loses its memory and its connections a moment before it is
   // known to have ended. Waits at most a second.

@@ -18,34 +18,34 @@
 #include "base/log.h"
 #include "base/owner_process.h"
 #include "bootstrap/frame.h"
-#include "bootstrap/meeting.h"
+#include "bootstrap/rendezvous.h"
 
 namespace weft {
 namespace {
 
-constexpr double kGraceS = 2;    // a rank waits longer than the meeting, so that it hears who is missing
+constexpr double kGraceS = 2;    // a rank waits longer than the rendezvous, so that it hears who is missing
 constexpr double kLate_s = 0.2;  // who wakes up so much later than it wanted to was stopped, or had no core
 constexpr const char* kMaker =
     "the process that made the id (rank 0's, unless an id of NCCL was made elsewhere)";
-constexpr double kFarewell_s = 1;  // for the meeting to pass on that a rank leaves
+constexpr double kFarewell_s = 1;  // for the rendezvous to pass on that a rank leaves
 
 class TcpBootstrap;
 
-// The meetings that this process takes part in, for its exit. Never destroyed: ranks may end after everything
+// The rendezvous that this process takes part in, for its exit. Never destroyed: ranks may end after everything
 // else.
-struct OwnMeetings {
+struct OwnRendezvous {
   std::mutex mutex;
   std::set<TcpBootstrap*> all;
 };
-OwnMeetings& own_meetings() {
-  static OnePerProcess<OwnMeetings> meetings;
-  return meetings.get();
+OwnRendezvous& own_rendezvous() {
+  static OnePerProcess<OwnRendezvous> rendezvous;
+  return rendezvous.get();
 }
 
 // One rank's connection, which a thread of its own listens to.
-class TcpBootstrap : public MeetingBootstrap {
+class TcpBootstrap : public RendezvousBootstrap {
  public:
-  // `host`: how messages call the process that serves the meeting.
+  // `host`: how messages call the process that serves the rendezvous.
   TcpBootstrap(int rank, int size, Stream stream, std::string host)
       : rank_(rank),
         size_(size),
@@ -60,18 +60,18 @@ class TcpBootstrap : public MeetingBootstrap {
     thread_ = std::make_unique<std::thread>([this] { run(); });
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     static const int at_exit = std::atexit([] {
-      std::lock_guard lock(own_meetings().mutex);
-      for (TcpBootstrap* meeting : own_meetings().all) meeting->leave();
+      std::lock_guard lock(own_rendezvous().mutex);
+      for (TcpBootstrap* rendezvous : own_rendezvous().all) rendezvous->leave();
     });
     (void)at_exit;
-    std::lock_guard lock(own_meetings().mutex);
-    own_meetings().all.insert(this);
+    std::lock_guard lock(own_rendezvous().mutex);
+    own_rendezvous().all.insert(this);
   }
 
   ~TcpBootstrap() override {
     {
-      std::lock_guard lock(own_meetings().mutex);
-      own_meetings().all.erase(this);
+      std::lock_guard lock(own_rendezvous().mutex);
+      own_rendezvous().all.erase(this);
     }
     if (!is_of_this_process()) {  // neither the rank nor the thread is its own
       (void)thread_.release();
@@ -141,7 +141,7 @@ class TcpBootstrap : public MeetingBootstrap {
       return answered_.wait_for(lock, std::chrono::duration<double>(most_s),
                                 [&] { return has_answer_ || is_over_; });
     };
-    // A process that was stopped wakes up late: its thread has yet to read the answer, which the meeting, where this
+    // A process that was stopped wakes up late: its thread has yet to read the answer, which the rendezvous, where this
     // process serves it, has yet to give.
     const double most_s = std::max(limit_s, 0.0) + kGraceS + kLate_s;
     const bool came =
@@ -221,14 +221,14 @@ class TcpBootstrap : public MeetingBootstrap {
 
   void send_reports() {
     std::vector<Report> reports;
-    bool is_alone = false;
+    bool has_ended = false;
     {
       std::lock_guard lock(mutex_);
       reports.swap(reports_);
-      is_alone = is_over_;
+      has_ended = is_over_;
     }
     for (const Report& report : reports)
-      if (is_alone || !send({Kind::kLost, report.peer, 0, !report.is_sure}, report.how))
+      if (has_ended || !send({Kind::kLost, report.peer, 0, !report.is_sure}, report.how))
         lose(report.peer, report.how);
   }
 
@@ -253,7 +253,7 @@ class TcpBootstrap : public MeetingBootstrap {
     answered_.notify_all();
   }
 
-  // The connection is over: with it the process that made the meeting, rank 0 where a communicator did. Who
+  // The connection is over: with it the process that made the rendezvous, rank 0 where a communicator did. Who
   // waits for an answer hears of it after on_lost() has; and who shares its host may know more by then.
   void end(int error) {
     bool is_expected = false;
@@ -321,7 +321,7 @@ bool is_loopback(const SocketAddress& address) {
 
 class PlaceBootstrap : public AddressBootstrap {
  public:
-  explicit PlaceBootstrap(MeetingPlace place) : place_(std::move(place)) {}
+  explicit PlaceBootstrap(RendezvousAddress place) : place_(std::move(place)) {}
 
   int rank() const override { return place_.rank; }
   int size() const override { return place_.size; }
@@ -357,7 +357,7 @@ class PlaceBootstrap : public AddressBootstrap {
                         text("rank 0 at {}", where()),
                         place_.rank != 0,
                         "; is it the address of rank 0's machine, and is the way to it open?"};
-    WEFT_TRY_ASSIGN(Stream stream, knock(caller, until));
+    WEFT_TRY_ASSIGN(Stream stream, connect_to(caller, until));
     ranks_ = std::make_unique<TcpBootstrap>(place_.rank, place_.size, std::move(stream), "rank 0");
     return ranks_->all_gather(mine, until, limit_s);
   }
@@ -368,29 +368,29 @@ class PlaceBootstrap : public AddressBootstrap {
     if (place_.secret.empty() && !is_loopback(address))
       log_warn("rank 0 takes whoever connects to {} for a rank of this job: WEFT_JOB_SECRET is not set",
                where());
-    return serve_meeting(std::move(listener), place_.secret, place_.size);
+    return serve_rendezvous(std::move(listener), place_.secret, place_.size);
   }
 
-  const MeetingPlace place_;
+  const RendezvousAddress place_;
   std::unique_ptr<TcpBootstrap> ranks_;
   bool is_closed_ = false;
 };
 
 }  // namespace
 
-std::shared_ptr<AddressBootstrap> bootstrap_at(MeetingPlace place) {
+std::shared_ptr<AddressBootstrap> bootstrap_at(RendezvousAddress place) {
   return std::make_shared<PlaceBootstrap>(std::move(place));
 }
 
-Result<std::shared_ptr<MeetingBootstrap>> join_meeting(const MeetingTicket& ticket, int rank, int size,
-                                                       Deadline until) {
-  if (!ticket.is_valid()) return Status::invalid("ticket: got the bytes of something else");
+Result<std::shared_ptr<RendezvousBootstrap>> join_rendezvous(const UniqueId& unique_id, int rank, int size,
+                                                             Deadline until) {
+  if (!unique_id.is_valid()) return Status::invalid("unique id: got the bytes of something else");
   if (size < 1 || rank < 0 || rank >= size)
     return Status::invalid("rank and size: got {} and {}, allowed: 0 <= rank < size", rank, size);
   socklen_t bytes = 0;
   WEFT_TRY_ASSIGN(Stream stream,
-                  knock({{address_of(ticket, bytes)}, key_of(ticket), rank, size, kMaker}, until));
-  return std::shared_ptr<MeetingBootstrap>(
+                  connect_to({{address_of(unique_id, bytes)}, key_of(unique_id), rank, size, kMaker}, until));
+  return std::shared_ptr<RendezvousBootstrap>(
       std::make_shared<TcpBootstrap>(rank, size, std::move(stream), kMaker));
 }
 

@@ -16,9 +16,9 @@ struct Round {
 
 // Where the threads meet. A complete round is replaced at once, so a fast rank can start the next one while
 // slow ones still read this one.
-class MeetingPoint {
+class ThreadRendezvous {
  public:
-  explicit MeetingPoint(int ranks) : ranks_(ranks), current_(std::make_shared<Round>(ranks)) {}
+  explicit ThreadRendezvous(int ranks) : ranks_(ranks), current_(std::make_shared<Round>(ranks)) {}
 
   std::shared_ptr<Round> arrive(int rank, const std::string& mine) {
     std::lock_guard lock(mutex_);
@@ -48,18 +48,18 @@ class MeetingPoint {
 
 class ThreadBootstrap : public Bootstrap {
  public:
-  ThreadBootstrap(int rank, int size, std::shared_ptr<MeetingPoint> meeting)
-      : rank_(rank), size_(size), meeting_(std::move(meeting)) {}
+  ThreadBootstrap(int rank, int size, std::shared_ptr<ThreadRendezvous> rendezvous)
+      : rank_(rank), size_(size), rendezvous_(std::move(rendezvous)) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
   Result<std::vector<std::string>> all_gather(const std::string& mine, Deadline until) override {
     const double limit_s = until.left_s();
-    const std::shared_ptr<Round> round = meeting_->arrive(rank_, mine);
-    if (!wait_until(until, [&] { return meeting_->is_complete(*round); })) {
+    const std::shared_ptr<Round> round = rendezvous_->arrive(rank_, mine);
+    if (!wait_until(until, [&] { return rendezvous_->is_complete(*round); })) {
       return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {}", rank_,
-                          limit_s, meeting_->missing(*round));
+                          limit_s, rendezvous_->missing(*round));
     }
     std::vector<std::string> all;
     for (const auto& given : round->given) all.push_back(*given);
@@ -68,16 +68,16 @@ class ThreadBootstrap : public Bootstrap {
 
  private:
   const int rank_, size_;
-  const std::shared_ptr<MeetingPoint> meeting_;
+  const std::shared_ptr<ThreadRendezvous> rendezvous_;
 };
 
 }  // namespace
 
 std::vector<std::shared_ptr<Bootstrap>> thread_bootstraps(int ranks) {
-  auto meeting = std::make_shared<MeetingPoint>(ranks);
+  auto rendezvous = std::make_shared<ThreadRendezvous>(ranks);
   std::vector<std::shared_ptr<Bootstrap>> all;
   for (int rank = 0; rank < ranks; ++rank)
-    all.push_back(std::make_shared<ThreadBootstrap>(rank, ranks, meeting));
+    all.push_back(std::make_shared<ThreadBootstrap>(rank, ranks, rendezvous));
   return all;
 }
 

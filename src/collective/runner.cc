@@ -21,7 +21,7 @@ namespace {
 // Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
-// Where ports take loans, messages go from user to user, and long ones are faster. Messages that cannot be lent use
+// Where ports take temporary registrations, messages go from user to user, and long ones are faster. Other messages use
 // slots, so slots have as much room; those of all rings together have at most the second, and outboxes the same again.
 constexpr uint64_t kLendingSlotBytes = 1 << 20, kLendingRingBytes = 128 << 20;
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
@@ -69,7 +69,7 @@ uint64_t usual_slot_bytes(const Communicator& comm, uint32_t channels, uint32_t 
   if (!comm.device().is_host()) return kCudaSlotBytes[protocol];
   const Link* ports = comm.port_link();
   const bool is_simple = protocol == static_cast<uint32_t>(Protocol::kSimple);
-  if (!is_simple || !ports || !ports->lends()) return kHostSlotBytes[protocol];
+  if (!is_simple || !ports || !ports->takes_temporary()) return kHostSlotBytes[protocol];
   const uint64_t slots = uint64_t{static_cast<uint32_t>(comm.size())} * channels * kRingSlots;
   return std::clamp(std::bit_floor(kLendingRingBytes / slots), kHostSlotBytes[0], kLendingSlotBytes);
 }
@@ -108,7 +108,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
   WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + 2 * sizeof(uint64_t)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end, plan.end));
-  WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));
+  WEFT_TRY_ASSIGN(auto log, CallLog::create(*comm));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
   runner->visible_ = std::move(visible);
   runner->on_death_ = comm->peers().alarm(
@@ -116,7 +116,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
         raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
       });
   runner->counters_ = std::move(memory);
-  runner->board_ = std::move(board);
+  runner->call_log_ = std::move(log);
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
   runner->exchange_ = plan.exchange;

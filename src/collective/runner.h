@@ -10,10 +10,10 @@
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
 // `stream`. Runs on several streams run one after another, except runs of pairs, which only wait for the others. On
 // the host it returns when it is done. All protocol state is in device memory, so a captured run may be replayed; the
-// graph's order counts then. Threads: one caller at a time; programs that only send to, or only receive from,
-// different ranks than others under way, reduce nothing and use no scratch, may run beside them. Buffers in windows
-// of the communicator are read and written by peers directly, and so is other host memory where the system lets
-// processes read each other: one copy instead of two. So are buffers of ranks of one process, in no window
+// graph's order counts then. Threads: one caller at a time, with one exception: a program that reduces nothing,
+// uses no scratch and only sends, or only receives, may run while others run, if none of those has the same peers.
+// Buffers in windows of the communicator are read and written by peers directly, and so is other host memory where the
+// system lets processes read each other: one copy instead of two. So are buffers of ranks of one process, in no window
 // (shared_addresses.h). A window must not be destroyed on some ranks while others still pass memory in it. Errors:
 // kPeerLost names the silent rank; kClosed names the window that this rank no longer has and the rank that used it;
 // kInvalid says which rank called what where calls differ. After any of them every call fails, because the ranks no
@@ -31,7 +31,7 @@
 
 #include "base/stream_order.h"
 #include "base/tally.h"
-#include "collective/call_board.h"
+#include "collective/call_log.h"
 #include "collective/shared_addresses.h"
 #include "comm/window.h"
 #include "jit/jit.h"
@@ -196,8 +196,8 @@ class CollectiveRunner {
   Communicator::WindowPlace find_place(const std::byte* memory) const;
   void place(BufferLayout& layout, bool is_stored_to) const;
   void ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output);
-  bool lends(uint64_t message_bytes) const;
-  std::vector<uint32_t> lend(const PlannedRun& planned, ProgramArgs& args) const;
+  bool takes_temporary(uint64_t message_bytes) const;
+  std::vector<uint32_t> register_buffers(const PlannedRun& planned, ProgramArgs& args) const;
   static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status announce(const PlannedRun& planned);
@@ -224,7 +224,7 @@ class CollectiveRunner {
   CallTally tally_;
   TallyOperation* exchanges_[kExchanges];
   std::unique_ptr<HostVisible> visible_;
-  std::unique_ptr<CallBoard> board_;
+  std::unique_ptr<CallLog> call_log_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
@@ -256,10 +256,10 @@ class CollectiveRunner {
 };
 
 struct CollectiveRunner::PlannedRun {
-  RunCall form;
+  RunCall call;
   const Program* program;
   ProgramArgs args;                      // without buffers and wait
-  std::vector<ChunkSpan> input, output;  // chunks of the form's tables
+  std::vector<ChunkSpan> input, output;  // chunks of the call's tables
   uint64_t scratch_elems;
   CallRecord record;
   ProgramShape shape;

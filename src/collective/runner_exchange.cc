@@ -135,7 +135,7 @@ Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input,
     args.places[0] = descriptor(input, &args.own_windows[0]);
     args.places[1] = descriptor(output, &args.own_windows[1]);
   }
-  board_->post(planned.record);
+  call_log_->post(planned.record);
   WEFT_TRY(compare_calls());
   return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
 }

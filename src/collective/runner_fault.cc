@@ -27,7 +27,7 @@ Result<int> CollectiveRunner::wait_for_sender(int first) {
     return Status::invalid("first: got {}, allowed: 0 to {}", first, comm_->size() - 1);
   int sender = -1;
   wait_until(Deadline::after_s(timeout_s_), [&] {
-    sender = board_->unreceived_sender(first);
+    sender = call_log_->unreceived_sender(first);
     return sender >= 0 || is_stopped();
   });
   if (sender >= 0) return sender;
@@ -38,7 +38,7 @@ Result<int> CollectiveRunner::wait_for_sender(int first) {
 
 Status CollectiveRunner::compare_calls() {
   if (!config().check) return {};
-  const Status status = board_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+  const Status status = call_log_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
   if (status.code() == Code::kClosed) return fault();
   return status.ok() ? status : logged(status);
 }
@@ -75,14 +75,14 @@ Status CollectiveRunner::fault_status() const {
   const bool may_differ =
       box.site == Site::kCollective || box.site == Site::kCollectiveCall || box.site == Site::kPeerDied;
   if (!may_differ) return Status(Code::kPeerLost, sentence());
-  if (const std::string words = board_->mismatch(); !words.empty())
+  if (const std::string words = call_log_->mismatch(); !words.empty())
     return Status::invalid("rank {}, {}", comm_->rank(), words);
   if (box.site == Site::kCollectiveCall) return another_call();
   if (box.peer == box.self || box.site == Site::kPeerDied) return Status(Code::kPeerLost, sentence());
-  return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
+  return Status(Code::kPeerLost, sentence() + "; " + call_log_->progress(static_cast<int>(box.peer)));
 }
 
-// A message of another call has come, and the boards know of no difference: the sender went on without this rank, where
+// A message of another call has come, and the logs know of no difference: the sender went on without this rank, where
 // it has ended since.
 Status CollectiveRunner::another_call() const {
   PeerWatch& peers = comm_->peers();

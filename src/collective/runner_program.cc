@@ -51,8 +51,8 @@ std::vector<std::pair<std::string, int64_t>> shape_words(const ProgramShape& sha
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
 
-// From messages of this size on, buffers are lent to the link to port peers.
-constexpr uint64_t kLeastLentBytes = 64 << 10;
+// From messages of this size on, buffers are registered at the link to port peers.
+constexpr uint64_t kLeastRegisteredBytes = 64 << 10;
 
 }  // namespace
 
@@ -96,8 +96,8 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
   args.iterations = plan.iterations;
   args.group = has_sizes ? 1 : plan.group;
   args.skip_empty = has_sizes ? 1 : 0;
-  args.lends =
-      !has_sizes && !program.is_of_pairs && lends(std::min(plan.slice_elems, plan.chunk_elems) * elem_bytes);
+  args.uses_registrations = !has_sizes && !program.is_of_pairs &&
+                            takes_temporary(std::min(plan.slice_elems, plan.chunk_elems) * elem_bytes);
   args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
   const uint64_t counters = uint64_t{kProtocols} * comm_->size() * rings_.channels * sizeof(uint64_t);
   args.sent = counters_->at<uint64_t>(0);
@@ -151,64 +151,68 @@ std::string CollectiveRunner::name_of(const PlannedRun& planned) {
 
 Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
   if (const Status why = fault(); !why.ok()) return refused(name_of(planned), why);
-  const RunCall& form = planned.form;
-  if (!links_.empty() && form.protocol != Protocol::kSimple)
+  const RunCall& call = planned.call;
+  if (!links_.empty() && call.protocol != Protocol::kSimple)
     return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
   last_program_ = planned.program->name.c_str();
   ProgramArgs args = planned.args;
   args.wait = wait_rule();  // whose bound may differ from call to call
   args.delays = links_.empty() ? nullptr : &delays_;
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
-  args.buffers[0] = {input, form.part_elems, form.per_part, 0, nullptr, 0};
-  args.buffers[1] = {output, form.part_elems, form.per_part, 0, nullptr, 0};
+  args.buffers[0] = {input, call.part_elems, call.per_part, 0, nullptr, 0};
+  args.buffers[1] = {output, call.part_elems, call.per_part, 0, nullptr, 0};
   if (planned.scratch_elems) {
-    WEFT_TRY_ASSIGN(std::byte * memory, scratch(planned.scratch_elems * element_bytes(form.element)));
+    WEFT_TRY_ASSIGN(std::byte * memory, scratch(planned.scratch_elems * element_bytes(call.element)));
     // One part of all chunks: every scratch chunk has its full size.
     args.buffers[2] = {memory, planned.scratch_elems, planned.program->scratch_chunks, 0, nullptr, 0};
   }
-  const bool is_stored_to = planned.program->stores && form.input_table.empty();
+  const bool is_stored_to = planned.program->stores && call.input_table.empty();
   for (BufferLayout& layout : args.buffers) place(layout, is_stored_to);
   if (comm_->device().is_host()) ask_huge_pages(planned, input, output);
-  if (!form.input_table.empty()) {
+  if (!call.input_table.empty()) {
     WEFT_TRY_ASSIGN(args.buffers[0].table, table(planned.input, input_table_, stream));
     WEFT_TRY_ASSIGN(args.buffers[1].table, table(planned.output, output_table_, stream));
   }
   WEFT_TRY(announce(planned));
-  const std::vector<uint32_t> loans = args.lends ? lend(planned, args) : std::vector<uint32_t>();
+  const std::vector<uint32_t> registrations =
+      args.uses_registrations ? register_buffers(planned, args) : std::vector<uint32_t>();
   const Status status = launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream,
-                               planned.program->is_of_pairs && form.input_table.empty());
-  if (!loans.empty()) comm_->port_link()->reclaim(loans, status.ok() && !is_stopped());
+                               planned.program->is_of_pairs && call.input_table.empty());
+  if (!registrations.empty()) comm_->port_link()->reclaim(registrations, status.ok() && !is_stopped());
   return status;
 }
 
 // Whether port peers of a call with such messages put from and to the buffers of its users: it costs each call a handful
 // of microseconds, and each message less.
-bool CollectiveRunner::lends(uint64_t message_bytes) const {
+bool CollectiveRunner::takes_temporary(uint64_t message_bytes) const {
   const Link* ports = comm_->port_link();
-  return ports && comm_->device().is_host() && message_bytes >= kLeastLentBytes && ports->lends();
+  return ports && comm_->device().is_host() && message_bytes >= kLeastRegisteredBytes &&
+         ports->takes_temporary();
 }
 
-// Lends what the run reads and writes. Buffers that cannot be lent go through outbox and slots.
-std::vector<uint32_t> CollectiveRunner::lend(const PlannedRun& planned, ProgramArgs& args) const {
+// Registers what the run reads and writes. Other buffers go through outbox and slots.
+std::vector<uint32_t> CollectiveRunner::register_buffers(const PlannedRun& planned, ProgramArgs& args) const {
   const Program& program = *planned.program;
-  const uint64_t elem_bytes = element_bytes(planned.form.element);
-  const uint64_t part_bytes = planned.form.part_elems * elem_bytes, per_part = planned.form.per_part;
+  const uint64_t elem_bytes = element_bytes(planned.call.element);
+  const uint64_t part_bytes = planned.call.part_elems * elem_bytes, per_part = planned.call.per_part;
   const auto parts = [&](uint64_t chunks) { return (chunks + per_part - 1) / per_part * part_bytes; };
   const uint64_t bytes[3] = {parts(program.used_chunks[0]), parts(program.used_chunks[1]),
                              planned.scratch_elems * elem_bytes};
-  std::vector<uint32_t> loans;
+  std::vector<uint32_t> registrations;
   for (uint32_t i = 0; i < 3; ++i) {
     if (bytes[i] == 0 || !args.buffers[i].base) continue;
-    if (i == 1 && args.loans[0] && args.buffers[1].base == args.buffers[0].base && bytes[1] <= bytes[0]) {
-      args.loans[1] = args.loans[0];  // in place
+    if (i == 1 && args.registrations[0] && args.buffers[1].base == args.buffers[0].base &&
+        bytes[1] <= bytes[0]) {
+      args.registrations[1] = args.registrations[0];  // in place
       continue;
     }
-    const Result<uint32_t> loan = comm_->port_link()->lend(args.buffers[i].base, bytes[i]);
-    if (!loan.ok()) continue;
-    args.loans[i] = *loan;
-    loans.push_back(*loan);
+    const Result<uint32_t> registration =
+        comm_->port_link()->register_temporary(args.buffers[i].base, bytes[i]);
+    if (!registration.ok()) continue;
+    args.registrations[i] = *registration;
+    registrations.push_back(*registration);
   }
-  return loans;
+  return registrations;
 }
 
 // What only moves data is compiled for the width of its elements, not for their type.
@@ -226,16 +230,16 @@ ProgramShape CollectiveRunner::shape_of(const Program& program, const RunCall& c
 Status CollectiveRunner::announce(const PlannedRun& planned) {
   const bool is_of_pairs = planned.program->is_of_pairs;
   if (!is_of_pairs) {
-    board_->post(planned.record);
+    call_log_->post(planned.record);
     WEFT_TRY(compare_calls());
   }
-  return is_of_pairs || !planned.form.input_table.empty() ? announce_messages(planned) : Status();
+  return is_of_pairs || !planned.call.input_table.empty() ? announce_messages(planned) : Status();
 }
 
 // The same for messages between this rank and single others.
 Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
   const Program& program = *planned.program;
-  const RunCall& call = planned.form;
+  const RunCall& call = planned.call;
   const auto ranks = static_cast<size_t>(comm_->size());
   const int self = comm_->rank();
   auto each = [&](const std::vector<int>& peers, const std::vector<ChunkSpan>& table, const char* name,
@@ -254,20 +258,21 @@ Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
     }
   };
   each(program.receivers, call.input_table, program.is_of_pairs ? "send" : "all_to_all",
-       [&](int peer, const CallRecord& record) { board_->post_send(peer, record); });
+       [&](int peer, const CallRecord& record) { call_log_->post_send(peer, record); });
   each(program.senders, call.output_table, program.is_of_pairs ? "recv" : "all_to_all",
-       [&](int peer, const CallRecord& record) { board_->post_receive(peer, record); });
+       [&](int peer, const CallRecord& record) { call_log_->post_receive(peer, record); });
   if (!config().check) return {};
   Status status;
   each(program.senders, call.output_table, "", [&](int peer, const CallRecord&) {
     if (status.ok())
-      status = board_->compare_receive(peer, Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+      status =
+          call_log_->compare_receive(peer, Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
   });
   return status.ok() ? status : logged(status);
 }
 
 void CollectiveRunner::ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output) {
-  const RunCall& call = planned.form;
+  const RunCall& call = planned.call;
   const uint64_t* used_chunks = planned.program->used_chunks;
   if (!call.input_table.empty()) return;
   const uint64_t part_bytes = call.part_elems * element_bytes(call.element);

@@ -21,7 +21,7 @@ struct RankDescriptor {
 
   uint64_t version = kVersion;
   uint64_t process = 0;
-  ParcelAddress parcels;
+  FdAddress fds;
   int64_t ranks_per_node = 0;
   int32_t device_kind = 0;
   int32_t device_ordinal = 0;
@@ -52,11 +52,10 @@ Result<RankDescriptor> from_bytes(const std::string& bytes, int rank) {
   return descriptor;
 }
 
-RankDescriptor make_descriptor(const RankFacts& facts, const ParcelAddress& address,
-                               std::string_view transport) {
+RankDescriptor make_descriptor(const RankFacts& facts, const FdAddress& address, std::string_view transport) {
   RankDescriptor descriptor;
   descriptor.process = facts.process;
-  descriptor.parcels = address;
+  descriptor.fds = address;
   descriptor.ranks_per_node = config().ranks_per_node;
   descriptor.device_kind = static_cast<int32_t>(facts.device.kind);
   descriptor.device_ordinal = facts.device.ordinal;
@@ -140,8 +139,8 @@ Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Boots
 
 // Exchanges descriptors: afterwards the facts and addresses of all ranks are known and their settings agree.
 Status Communicator::meet(std::string_view transport) {
-  WEFT_TRY_ASSIGN(parcels_, ParcelExchange::open(rank_));
-  const RankDescriptor mine = make_descriptor(facts_[0], parcels_->address(), transport);
+  WEFT_TRY_ASSIGN(fd_exchange_, FdExchange::open(rank_));
+  const RankDescriptor mine = make_descriptor(facts_[0], fd_exchange_->address(), transport);
   WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(to_bytes(mine), deadline()));
   if (static_cast<int>(all.size()) != bootstrap_->size())
     return Status::make(Code::kSystem, "bootstrap: got {} answers, allowed: {}", all.size(),
@@ -154,16 +153,16 @@ Status Communicator::meet(std::string_view transport) {
   WEFT_TRY(check_agreement(descriptors));
   facts_.clear();
   for (const RankDescriptor& descriptor : descriptors) {
-    addresses_.push_back(descriptor.parcels);
+    addresses_.push_back(descriptor.fds);
     facts_.push_back(to_facts(descriptor, static_cast<int>(facts_.size())));
   }
   // The keys are random, and known only to ranks that came through the bootstrap.
   std::string keys;
-  for (const ParcelAddress& address : addresses_)
+  for (const FdAddress& address : addresses_)
     keys.append(reinterpret_cast<const char*>(&address.key), sizeof address.key);
   secret_ = bytes_of(prove(config().job_secret, "communicator", {keys}));
   number_nodes(facts_, descriptors[0].ranks_per_node);
-  key_ = descriptors[0].parcels.key;
+  key_ = descriptors[0].fds.key;
   return Status();
 }
 
@@ -219,7 +218,7 @@ Status Communicator::connect(std::string_view transport) {
     else
       addresses_[peer].key = 0;
   }
-  WEFT_TRY(parcels_->connect(addresses_));
+  WEFT_TRY(fd_exchange_->connect(addresses_));
   WEFT_TRY(open_links(chosen, usable));
   return choose_windows();
 }
@@ -296,13 +295,13 @@ Status Communicator::watch_peers() {
   WEFT_TRY_ASSIGN(peers_, PeerWatch::open(rank_));
   std::vector<bool> is_other_process;
   for (const RankFacts& facts : facts_) is_other_process.push_back(facts.process != facts_[rank_].process);
-  WEFT_TRY(peers_->meet(*parcels_, is_other_process, deadline()));
-  parcels_->ask(peers_.get());
+  WEFT_TRY(peers_->meet(*fd_exchange_, is_other_process, deadline()));
+  fd_exchange_->ask(peers_.get());
   if (!port_pair_.empty()) WEFT_TRY(meet_other_nodes());
   if (!port_link_) return {};
   port_link_->on_lost([this](int peer, const std::string& how) {
-    if (meeting_)
-      meeting_->report(peer, how, false);
+    if (rendezvous_)
+      rendezvous_->report(peer, how, false);
     else
       peers_->lose(peer, how);
   });
@@ -314,23 +313,23 @@ Status Communicator::watch_peers() {
 Status Communicator::meet_other_nodes() {
   constexpr double kJoin_s = 10;
   const Deadline until = Deadline::after_s(std::min(kJoin_s, timeout_s_));
-  Result<MeetingTicket> ticket = MeetingTicket{};
-  if (rank_ == 0) ticket = open_meeting(config().interface);
-  const MeetingTicket shown = ticket.ok() ? *ticket : MeetingTicket{};
+  Result<UniqueId> unique_id = UniqueId{};
+  if (rank_ == 0) unique_id = open_rendezvous(config().interface);
+  const UniqueId shown = unique_id.ok() ? *unique_id : UniqueId{};
   const std::string mine(reinterpret_cast<const char*>(&shown), sizeof shown);
   WEFT_TRY_ASSIGN(const std::vector<std::string> all,
                   bootstrap_->all_gather(mine + PeerWatch::who_am_i(), deadline()));
   std::vector<std::string> who;
   for (const std::string& one : all) who.push_back(one.substr(std::min(one.size(), sizeof shown)));
   peers_->introduce(std::move(who));
-  Status joined = ticket.status();
-  std::shared_ptr<MeetingBootstrap> meeting;
-  MeetingTicket theirs{};
+  Status joined = unique_id.status();
+  std::shared_ptr<RendezvousBootstrap> rendezvous;
+  UniqueId theirs{};
   std::memcpy(&theirs, all[0].data(), std::min(all[0].size(), sizeof theirs));
   if (joined.ok()) {
-    auto made = join_meeting(theirs, rank_, size(), until);
+    auto made = join_rendezvous(theirs, rank_, size(), until);
     joined = made.status();
-    if (made.ok()) meeting = std::move(*made);
+    if (made.ok()) rendezvous = std::move(*made);
   }
   WEFT_TRY_ASSIGN(const std::vector<std::string> verdicts,
                   bootstrap_->all_gather(to_bytes(joined), deadline()));
@@ -344,14 +343,14 @@ Status Communicator::meet_other_nodes() {
           verdicts[rank].substr(std::min<size_t>(1, verdicts[rank].size())));
       return {};
     }
-  meeting_ = std::move(meeting);
-  meeting_->on_lost([this](int peer, const std::string& how) {
+  rendezvous_ = std::move(rendezvous);
+  rendezvous_->on_lost([this](int peer, const std::string& how) {
     if (port_link_ && peer != rank_) port_link_->lose(peer, how);
     peers_->lose(peer, peer == rank_ ? "(this rank) was given up by the others: it " + how : how);
   });
   peers_->tell([this](int peer, const std::string& how) {
     if (port_link_) port_link_->lose(peer, how);
-    meeting_->report(peer, how, true);
+    rendezvous_->report(peer, how, true);
   });
   return {};
 }
@@ -360,15 +359,15 @@ Status Communicator::meet_other_nodes() {
 Communicator::~Communicator() {
   if (peers_) peers_->tell({});
   if (port_link_) port_link_->finish();
-  if (meeting_) meeting_->on_lost({});
+  if (rendezvous_) rendezvous_->on_lost({});
 }
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.
 Status Communicator::barrier() {
   WEFT_TRY(check_owner());
   if (!port_pair_.empty()) return lost_in("barrier", bootstrap().all_gather("", deadline()).status());
-  parcels_->begin_call();
-  return parcels_->all_gather({}, "barrier", deadline()).status();
+  fd_exchange_->begin_call();
+  return fd_exchange_->all_gather({}, "barrier", deadline()).status();
 }
 
 // With what is known of who was lost, where that is why it failed.
@@ -433,10 +432,11 @@ Result<std::vector<std::string>> Communicator::show_all(std::string_view operati
     if (!all.ok()) return lost_in(operation, all.status());
     return all;
   }
-  parcels_->begin_call();
-  WEFT_TRY_ASSIGN(std::vector<Parcel> parcels, parcels_->all_gather({mine, {}}, operation, deadline()));
+  fd_exchange_->begin_call();
+  WEFT_TRY_ASSIGN(std::vector<FdMessage> messages,
+                  fd_exchange_->all_gather({mine, {}}, operation, deadline()));
   std::vector<std::string> all;
-  for (Parcel& parcel : parcels) all.push_back(std::move(parcel.bytes));
+  for (FdMessage& message : messages) all.push_back(std::move(message.bytes));
   return all;
 }
 

@@ -18,7 +18,7 @@
 #include "base/owner_process.h"
 #include "base/status.h"
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 #include "bootstrap/peer_watch.h"
 #include "bootstrap/tcp_bootstrap.h"
 #include "comm/choice.h"
@@ -45,8 +45,8 @@ class Communicator {
   uint64_t key() const { return key_; }
   double timeout_s() const { return timeout_s_; }
   Deadline deadline() const { return Deadline::after_s(timeout_s_); }
-  // Over the meeting of the nodes, where there is one: a rank that is lost ends the exchange at once.
-  Bootstrap& bootstrap() { return meeting_ ? *meeting_ : *bootstrap_; }
+  // Over the rendezvous of the nodes, where there is one: a rank that is lost ends the exchange at once.
+  Bootstrap& bootstrap() { return rendezvous_ ? *rendezvous_ : *bootstrap_; }
   ~Communicator();
   // kInvalid in a forked child, for this communicator and what is made of it.
   Status check_owner(const char* what = "communicator") const { return owner_.check(what); }
@@ -78,7 +78,7 @@ class Communicator {
   // The same for people; empty where there is nothing to choose.
   std::string port_placement() const;
   // Bytes and descriptors among mapped_ranks().
-  ParcelExchange& parcels() { return *parcels_; }
+  FdExchange& fd_exchange() { return *fd_exchange_; }
   // Reports which of mapped_ranks() have died.
   PeerWatch& peers() { return *peers_; }
 
@@ -140,11 +140,11 @@ class Communicator {
 
   const OwnerProcess owner_;
   std::shared_ptr<Bootstrap> bootstrap_;
-  std::unique_ptr<ParcelExchange> parcels_;
+  std::unique_ptr<FdExchange> fd_exchange_;
   std::unique_ptr<PeerWatch> peers_;
-  std::shared_ptr<MeetingBootstrap> meeting_;  // ends before peers_
+  std::shared_ptr<RendezvousBootstrap> rendezvous_;  // ends before peers_
   std::vector<RankFacts> facts_;
-  std::vector<ParcelAddress> addresses_;
+  std::vector<FdAddress> addresses_;
   std::vector<const Transport*> transports_;
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory, near_sharing_ = Sharing::kHostMemory;

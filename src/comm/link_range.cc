@@ -5,7 +5,7 @@
 
 namespace weft {
 
-Result<Parcel> LinkRange::extend(uint64_t bytes) {
+Result<FdMessage> LinkRange::extend(uint64_t bytes) {
   if (bytes_ > 0)
     return Status::make(Code::kUnsupported,
                         "window: memory that a transport brings cannot grow beyond its {} bytes "
@@ -17,11 +17,11 @@ Result<Parcel> LinkRange::extend(uint64_t bytes) {
     return logged(allocated);
   }
   bytes_ = bytes;
-  return Parcel{};
+  return FdMessage{};
 }
 
 // Peers' parts come by map(), all at once.
-Status LinkRange::import(const Parcel&, uint64_t) {
+Status LinkRange::import(const FdMessage&, uint64_t) {
   return Status::make(Code::kUnsupported, "window: memory that a transport brings is not imported");
 }
 

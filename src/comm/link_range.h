@@ -3,7 +3,7 @@
 // A window's own part in memory that its transport brings (Caps::brings_memory): the link allocates it, and all ranks
 // map it together.
 //   auto range = std::make_shared<LinkRange>(link, window_number);
-//   WEFT_TRY_ASSIGN(Parcel offer, range->extend(bytes));            // nothing travels
+//   WEFT_TRY_ASSIGN(FdMessage offer, range->extend(bytes));            // nothing travels
 //   WEFT_TRY_ASSIGN(std::vector<std::byte*> bases, range->map());   // after every rank has extended
 // Threads: as MappedRange. Lifetime: the link outlives the range.
 #pragma once
@@ -25,8 +25,8 @@ class LinkRange : public MappedRange {
   uint64_t granularity() const override { return uint64_t{2} << 20; }
 
   // Errors: kUnsupported for a second segment: what a library has registered has one size.
-  Result<Parcel> extend(uint64_t bytes) override;
-  Status import(const Parcel& offer, uint64_t bytes) override;
+  Result<FdMessage> extend(uint64_t bytes) override;
+  Status import(const FdMessage& offer, uint64_t bytes) override;
   void cut(uint64_t bytes) override;
 
   // Collective, once, after extend() on all ranks: the parts of all ranks, by rank.

@@ -46,7 +46,7 @@ struct SegmentOffer {
 
 namespace {
 
-Parcel to_parcel(const Status& status, SegmentOffer offer, Parcel segment) {
+FdMessage to_message(const Status& status, SegmentOffer offer, FdMessage segment) {
   offer.code = static_cast<uint64_t>(status.code());
   std::memcpy(offer.message, status.message().data(),
               std::min(status.message().size(), sizeof offer.message - 1));
@@ -54,13 +54,14 @@ Parcel to_parcel(const Status& status, SegmentOffer offer, Parcel segment) {
   return segment;
 }
 
-// Splits each parcel: the offers are returned, in the order of `ranks`; parcels keep what
+// Splits each message: the offers are returned, in the order of `ranks`; messages keep what
 // MappedRange::import() needs.
-Result<std::vector<SegmentOffer>> take_offers(std::vector<Parcel>& parcels, const std::vector<int>& ranks) {
+Result<std::vector<SegmentOffer>> take_offers(std::vector<FdMessage>& messages,
+                                              const std::vector<int>& ranks) {
   std::vector<SegmentOffer> offers;
   for (int rank : ranks) {
     SegmentOffer offer;
-    std::string& bytes = parcels[rank].bytes;
+    std::string& bytes = messages[rank].bytes;
     if (bytes.size() < sizeof offer)
       return Status::make(Code::kInvalid, "rank {} makes another call on this communicator", rank);
     std::memcpy(&offer, bytes.data(), sizeof offer);
@@ -90,15 +91,18 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 
 }  // namespace
 
-Window::Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes)
+Window::Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes, uint64_t word_bytes)
     : comm_(std::move(comm)), number_(comm_->take_window_number()) {
-  if (comm_->port_windows().have_host_part) host_bytes_ = round_up(port_bytes, kPartMultiple);
+  if (!comm_->port_windows().have_host_part) return;
+  const bool is_short = word_bytes > 0 && comm_->port_windows().are_in_device;
+  port_bytes_ = round_up(port_bytes, kPartMultiple);
+  host_bytes_ = round_up(is_short ? word_bytes : port_bytes, kPartMultiple);
 }
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes,
-                                               uint64_t port_bytes) {
+                                               uint64_t port_bytes, uint64_t word_bytes) {
   WEFT_TRY(comm->check_owner());
-  auto window = std::unique_ptr<Window>(new Window(std::move(comm), port_bytes));
+  auto window = std::unique_ptr<Window>(new Window(std::move(comm), port_bytes, word_bytes));
   WEFT_TRY(window->change_size(bytes, "window.create"));
   window->comm_->add_window(window->number_, window->local(), window->bytes(), window->table());
   window->is_known_ = true;
@@ -121,13 +125,13 @@ Status Window::grow(uint64_t at_least_bytes) {
 
 // The first segment of every range, among ranks that map each other.
 Status Window::add_host_part(uint64_t at_least_bytes, std::string_view operation) {
-  comm_->parcels().begin_call();
+  comm_->fd_exchange().begin_call();
   SegmentOffer offer;
   offer.asked_bytes = at_least_bytes;
-  Parcel segment;
+  FdMessage segment;
   Status added = make_ranges(at_least_bytes);
   if (added.ok()) {
-    Result<Parcel> made = own_->extend(host_bytes_);
+    Result<FdMessage> made = own_->extend(host_bytes_);
     added = made.status();
     if (made.ok()) segment = std::move(*made);
   }
@@ -141,10 +145,10 @@ Status Window::add_host_part(uint64_t at_least_bytes, std::string_view operation
 // anywhere is told in one of the exchanges, and then every rank goes back to where it was.
 Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) {
   const Status begun = has_host_part() && !own_ ? add_host_part(at_least_bytes, operation) : Status();
-  comm_->parcels().begin_call();
+  comm_->fd_exchange().begin_call();
   SegmentOffer offer;
   offer.asked_bytes = at_least_bytes;
-  Parcel segment;
+  FdMessage segment;
   const Status added = begun.ok() ? add_segment(at_least_bytes, offer, segment) : begun;
   Status outcome = exchange(added, offer, std::move(segment), operation);
   const uint64_t bytes = bytes_ + (outcome.ok() ? offer.segment_bytes : 0);
@@ -162,6 +166,7 @@ Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) 
 
 WindowView Window::view(uint64_t bytes) const {
   WindowView view{number_, bytes, local(), bases_.data(), table_, is_pinned() ? Device{} : comm_->device()};
+  view.port_bytes = has_host_part() ? std::min(port_bytes_, bytes) : bytes;
   view.host_bytes = host_bytes_;
   view.before = before_base(host_bytes_);
   view.payload_in_place = has_host_part() && comm_->port_windows().are_in_device;
@@ -243,19 +248,19 @@ Status Window::make_mesh() {
   return Status();
 }
 
-Status Window::exchange(const Status& added, const SegmentOffer& offer, Parcel segment,
+Status Window::exchange(const Status& added, const SegmentOffer& offer, FdMessage segment,
                         std::string_view operation) {
-  WEFT_TRY_ASSIGN(
-      std::vector<Parcel> parcels,
-      comm_->parcels().all_gather(to_parcel(added, offer, std::move(segment)), operation, comm_->deadline()));
-  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> offers, take_offers(parcels, comm_->mapped_ranks()));
+  WEFT_TRY_ASSIGN(std::vector<FdMessage> messages,
+                  comm_->fd_exchange().all_gather(to_message(added, offer, std::move(segment)), operation,
+                                                  comm_->deadline()));
+  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> offers, take_offers(messages, comm_->mapped_ranks()));
   WEFT_TRY(common_failure(offers, comm_->mapped_ranks(), operation));
   if (offer.segment_bytes == 0) return Status();
-  return agree(import_all(offers, parcels), operation);
+  return agree(import_all(offers, messages), operation);
 }
 
 // Extends the own range so that it holds at_least_bytes; fills `offer` and `segment` with what peers need.
-Status Window::add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment) {
+Status Window::add_segment(uint64_t at_least_bytes, SegmentOffer& offer, FdMessage& segment) {
   if (at_least_bytes == 0) return Status::invalid("bytes: got 0, allowed: at least 1");
   if (at_least_bytes > kMostBytes)
     return Status::make(Code::kCapacity, "bytes: got {}, allowed: at most {}", at_least_bytes, kMostBytes);
@@ -292,7 +297,7 @@ Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
 }
 
 // Maps the new segment of every peer after what is mapped of it already.
-Status Window::import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels) {
+Status Window::import_all(const std::vector<SegmentOffer>& offers, const std::vector<FdMessage>& messages) {
   if (brought_) {
     WEFT_TRY_ASSIGN(const std::vector<std::byte*> bases, brought_->map());
     std::ranges::copy(bases, bases_.begin());
@@ -300,12 +305,12 @@ Status Window::import_all(const std::vector<SegmentOffer>& offers, const std::ve
   }
   const std::vector<int>& ranks = comm_->mapped_ranks();
   for (size_t i = 0; i < ranks.size(); ++i)
-    if (ranks[i] != comm_->rank()) WEFT_TRY(import_from(ranks[i], offers[i], parcels[ranks[i]]));
+    if (ranks[i] != comm_->rank()) WEFT_TRY(import_from(ranks[i], offers[i], messages[ranks[i]]));
   for (int rank : ranks) bases_[rank] = ranges_[rank]->base();
   return publish_table();
 }
 
-Status Window::import_from(int rank, const SegmentOffer& offer, const Parcel& handle) {
+Status Window::import_from(int rank, const SegmentOffer& offer, const FdMessage& handle) {
   std::shared_ptr<MappedRange>& range = ranges_[rank];
   if (offer.process == process_key() &&
       offer.local_name != 0) {  // a thread of this process: its range serves both
@@ -321,9 +326,9 @@ Status Window::import_from(int rank, const SegmentOffer& offer, const Parcel& ha
 
 // Tells all ranks how it went here; returns the failure of the lowest rank that has one.
 Status Window::agree(const Status& mine, std::string_view operation) {
-  WEFT_TRY_ASSIGN(std::vector<Parcel> parcels,
-                  comm_->parcels().all_gather(to_parcel(mine, {}, {}), operation, comm_->deadline()));
-  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> outcomes, take_offers(parcels, comm_->mapped_ranks()));
+  WEFT_TRY_ASSIGN(std::vector<FdMessage> messages,
+                  comm_->fd_exchange().all_gather(to_message(mine, {}, {}), operation, comm_->deadline()));
+  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> outcomes, take_offers(messages, comm_->mapped_ranks()));
   return common_failure(outcomes, comm_->mapped_ranks(), operation);
 }
 

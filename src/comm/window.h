@@ -34,8 +34,10 @@ class Window {
   // `port_bytes`: port peers write to the first so many bytes alone, at places that kernels take from PortPlaces
   // (kernels/core/reach.cuh): then the window may have a host part for what they write. 0: they write anywhere, and all of it
   // lies where they can.
+  // `word_bytes`: of these, the first so many hold all words and records; 0: they stand anywhere. Then the host part is that
+  // short where payload lies in memory of the device.
   static Result<std::unique_ptr<Window>> create(std::shared_ptr<Communicator> comm, uint64_t bytes,
-                                                uint64_t port_bytes = 0);
+                                                uint64_t port_bytes = 0, uint64_t word_bytes = 0);
   ~Window();
 
   Status check_owner() const { return comm_->check_owner("window"); }
@@ -63,15 +65,16 @@ class Window {
   Status grow(uint64_t at_least_bytes);
 
  private:
-  Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes);
+  Window(std::shared_ptr<Communicator> comm, uint64_t port_bytes, uint64_t word_bytes);
   Status add_host_part(uint64_t at_least_bytes, std::string_view operation);
   Status change_size(uint64_t at_least_bytes, std::string_view operation);
-  Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment);
-  Status exchange(const Status& added, const SegmentOffer& offer, Parcel segment, std::string_view operation);
+  Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, FdMessage& segment);
+  Status exchange(const Status& added, const SegmentOffer& offer, FdMessage segment,
+                  std::string_view operation);
   Status make_ranges(uint64_t bytes);
   Result<std::shared_ptr<MappedRange>> new_range(uint64_t bytes) const;
-  Status import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels);
-  Status import_from(int rank, const SegmentOffer& offer, const Parcel& handle);
+  Status import_all(const std::vector<SegmentOffer>& offers, const std::vector<FdMessage>& messages);
+  Status import_from(int rank, const SegmentOffer& offer, const FdMessage& handle);
   Status agree(const Status& mine, std::string_view operation);
   Status publish_table();
   Status exchange_ports(const Status& mapped, uint64_t asked_bytes, uint64_t bytes,
@@ -82,6 +85,7 @@ class Window {
 
   std::shared_ptr<Communicator> comm_;
   uint64_t bytes_ = 0;
+  uint64_t port_bytes_ = 0;  // where ports write; 0 without a host part
   uint64_t host_bytes_ = 0;  // of the host part
   int number_;               // among the communicator's windows
   bool is_known_ = false;    // to the communicator, by that number

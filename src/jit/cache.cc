@@ -35,12 +35,12 @@ std::string header_of(const std::string& payload) {
 }
 
 // A name that no other process or thread writes to.
-std::string temporary_beside(const std::string& path) {
+std::string temporary_name_for(const std::string& path) {
   static std::atomic<unsigned> count{0};
   return text("{}.{}.{}.tmp", path, getpid(), count.fetch_add(1));
 }
 
-Status write_whole(const std::string& path, const std::string& bytes) {
+Status write_all(const std::string& path, const std::string& bytes) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   if (file < 0) return Status::from_errno(errno, "creating {}", path);
   size_t done = 0;
@@ -59,8 +59,8 @@ Status write_whole(const std::string& path, const std::string& bytes) {
 Status store_file(const std::string& folder, const std::string& path, const std::string& payload) {
   WEFT_TRY(prepare_cache(folder));
   remove_leftovers(folder);
-  const std::string aside = temporary_beside(path);
-  Status status = write_whole(aside, header_of(payload) + payload);
+  const std::string aside = temporary_name_for(path);
+  Status status = write_all(aside, header_of(payload) + payload);
   if (status.ok() && rename(aside.c_str(), path.c_str()) != 0)
     status = Status::from_errno(errno, "renaming to {}", path);
   if (!status.ok()) unlink(aside.c_str());
@@ -145,7 +145,7 @@ std::optional<std::string> KernelCache::load(const std::string& name) const {
   for (const std::string& folder : folders_) {
     const std::optional<File> found = open_in(folder, name + kExtension);
     if (!found) continue;
-    Result<std::string> file = read_whole(found->descriptor, found->path);
+    Result<std::string> file = read_all(found->descriptor, found->path);
     if (!file.ok()) continue;
     if (file->size() > kHeaderBytes) {
       std::string payload = file->substr(kHeaderBytes);

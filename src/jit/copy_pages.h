@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies a list of stretches between memories that kernels of one GPU reach.
+// Copies a list of ranges between memories that kernels of one GPU reach.
 //   WEFT_TRY(prepare_copy_pages(device));                               // compiles and loads; once
 //   WEFT_TRY(copy_pages(device, stream, list, count, longest_bytes));   // enqueues
 // Threads: any. Streams: `list` is read when the stream comes to the kernel.

@@ -4,8 +4,8 @@
 // development (the CMake option WEFT_HOST_KERNELS is OFF), all others.
 //   WEFT_TRY_ASSIGN(HostEntry run, compile_on_host(key));
 //   run(args, mesh, shape, &host_thread);
-// The shared object is kept under a digest of everything that it depends on: of a generated kernel in the cache folder,
-// of another in the build's. Processes that want the same kernel wait for the one that compiles it. Threads: any.
+// The shared object is cached under a digest of everything that it depends on: generated kernels in the cache folder,
+// others in the build's. Processes that want the same kernel wait for the one that compiles it. Threads: any.
 #pragma once
 
 #include "base/status.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The meshes that kernels are built for: that of every transport, alone and with mapped peers beside its ports.
+// The meshes that kernels are built for: that of every transport, by itself and together with mapped peers.
 //   for_each_mesh<Needs::kAny>([&]<class MeshT>(MeshKind<MeshT> mesh) { use(mesh.name, sizeof(MeshT)); });
 #pragma once
 

@@ -4,7 +4,7 @@
 // GPU architecture and the checks of struct sizes follow from the row.
 //   #define WEFT_ROW(needs, file, function, Args, Shape, threads, typical) ...
 //   WEFT_KERNELS(WEFT_ROW)
-// needs: kAny, whatever its peers can do; kMapped, it takes addresses of all of them; kPorts, for peers that have none.
+// needs: kAny: runs with all peers. kMapped: all peers are mapped. kPorts: there are port peers.
 // Shape: the host's struct of run-time fields. threads: per block on GPUs. typical: sets of compile-time constants that the
 // tests compile it with.
 // CMake reads the first five columns: it writes a file to compile for each row (host_kernel.cc.in), so that a change of
@@ -101,8 +101,8 @@ inline constexpr const char* kExchanges =
   WEFT_ROW(kAny, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512, typical::kPrograms) \
   WEFT_ROW(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256, typical::kExchanges) \
   WEFT_ROW(kAny, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512, "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0") \
-  WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96, "whole_vecs=1; whole_vecs=0") \
-  WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96, "whole_vecs=1; whole_vecs=0") \
+  WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96, "vec_aligned=1; vec_aligned=0") \
+  WEFT_ROW(kAny, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96, "vec_aligned=1; vec_aligned=0") \
   WEFT_ROW(kAny, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "") \
   WEFT_ROW(kAny, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs, ChannelLoopShape, 32, "") \
   WEFT_ROW(kMapped, "kernels/core/copy_pages.cuh", copy_pages, CopyPagesArgs, CopyPagesShape, 512, "") \

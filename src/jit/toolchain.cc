@@ -32,7 +32,7 @@ const char* const kSystemLibraries[] = {"libnvrtc.so.13", "libnvrtc.so.12",
 
 // NVRTC looks for its built-ins by bare name, and some builds (13.0) cannot find them beside themselves: load
 // those that lie there first.
-void load_builtins_beside(const fs::path& library) {
+void load_builtins_next_to(const fs::path& library) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(library.parent_path(), ignored)) {
     const std::string name = entry.path().filename().string();
@@ -79,7 +79,7 @@ struct Nvrtc::Functions {
 };
 
 Status Nvrtc::load(const std::string& path) {
-  if (path.find('/') != std::string::npos) load_builtins_beside(path);
+  if (path.find('/') != std::string::npos) load_builtins_next_to(path);
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return Status::make(Code::kUnsupported, "{}", dlerror());
   auto functions = std::make_unique<Functions>();

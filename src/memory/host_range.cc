@@ -105,7 +105,7 @@ class HostRange : public MappedRange {
   uint64_t granularity() const override { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
   uint64_t local_name() const override { return name_; }
 
-  Result<Parcel> extend(uint64_t bytes) override {
+  Result<FdMessage> extend(uint64_t bytes) override {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     FileDescriptor segment(memfd_create("weft-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!segment.is_open()) return logged(Status::from_errno(errno, "memfd_create for a window"));
@@ -114,10 +114,10 @@ class HostRange : public MappedRange {
     // A sealed size: no peer can shrink the memory under another rank's loads.
     fcntl(segment.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
     WEFT_TRY(map(segment.get(), bytes, true));
-    return Parcel{"", std::move(segment)};
+    return FdMessage{"", std::move(segment)};
   }
 
-  Status import(const Parcel& offer, uint64_t bytes) override {
+  Status import(const FdMessage& offer, uint64_t bytes) override {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     struct stat info{};
     // Only sealed memory is mapped: anything else could be cut short under this rank's loads.

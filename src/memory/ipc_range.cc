@@ -26,7 +26,7 @@ class IpcRange : public MappedRange {
   uint64_t bytes() const override { return bytes_; }
   uint64_t granularity() const override { return kBlockBytes; }
 
-  Result<Parcel> extend(uint64_t bytes) override {
+  Result<FdMessage> extend(uint64_t bytes) override {
     WEFT_TRY(check_empty());
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     CUdeviceptr at = 0;
@@ -35,12 +35,12 @@ class IpcRange : public MappedRange {
     base_ = at;
     bytes_ = bytes;
     is_owner_ = true;
-    Result<Parcel> offer = export_handle(current.driver());
+    Result<FdMessage> offer = export_handle(current.driver());
     if (!offer.ok()) cut(0);
     return offer;
   }
 
-  Status import(const Parcel& offer, uint64_t bytes) override {
+  Status import(const FdMessage& offer, uint64_t bytes) override {
     WEFT_TRY(check_empty());
     CUipcMemHandle handle;
     if (offer.bytes.size() != sizeof handle)
@@ -75,12 +75,12 @@ class IpcRange : public MappedRange {
     return Status::make(Code::kUnsupported,
                         "window: memory shared by CUDA IPC cannot grow beyond its {} bytes", bytes_);
   }
-  Result<Parcel> export_handle(const CudaDriver& driver) {
+  Result<FdMessage> export_handle(const CudaDriver& driver) {
     WEFT_TRY(zero_device_memory(ordinal_, base(), bytes_));
     CUipcMemHandle handle;
     WEFT_TRY(logged(cuda_status(driver.cuIpcGetMemHandle(&handle, base_),
                                 "share a window of cuda:{} by CUDA IPC", ordinal_)));
-    return Parcel{std::string(handle.reserved, sizeof handle.reserved), {}};
+    return FdMessage{std::string(handle.reserved, sizeof handle.reserved), {}};
   }
 
   const int ordinal_;

@@ -3,7 +3,7 @@
 // A MappedRange is one rank's window as this process sees it: a fixed range of addresses that is filled
 // from the front with segments of memory. The owner extends its own range; each peer imports the offer.
 //   WEFT_TRY_ASSIGN(auto range, make_range({.device = cpu, .reserve_bytes = 1 << 30}));
-//   WEFT_TRY_ASSIGN(Parcel offer, range->extend(1 << 20));    // zero-filled; the offer travels to a peer ...
+//   WEFT_TRY_ASSIGN(FdMessage offer, range->extend(1 << 20));    // zero-filled; the offer travels to a peer ...
 //   WEFT_TRY(peers_range->import(offer, 1 << 20));            // ... who sees the bytes at its own address
 // One file per way of sharing: host_range.cc (memfd, for GPUs pinned), vmm_range.cc (CUDA VMM handles),
 // ipc_range.cc (CUDA IPC). Threads: one caller at a time; base() and bytes() may be read at any time between calls.
@@ -18,7 +18,7 @@
 
 #include "base/device.h"
 #include "base/status.h"
-#include "bootstrap/parcel_exchange.h"
+#include "bootstrap/fd_exchange.h"
 #include "topology/topology.h"
 
 namespace weft {
@@ -57,9 +57,9 @@ class MappedRange {
   // Owner: adds `bytes` zero-filled bytes (a multiple of granularity()) at the end and returns what peers
   // import(). Errors: kCapacity beyond the reserved addresses, kUnsupported where the way of sharing cannot
   // grow, kSystem.
-  virtual Result<Parcel> extend(uint64_t bytes) = 0;
+  virtual Result<FdMessage> extend(uint64_t bytes) = 0;
   // Peer: maps the segment of `bytes` bytes that the owner offered, after what is mapped already.
-  virtual Status import(const Parcel& offer, uint64_t bytes) = 0;
+  virtual Status import(const FdMessage& offer, uint64_t bytes) = 0;
   // Unmaps what lies past the first `bytes` bytes: undoes an extend() or import() that some rank failed at.
   virtual void cut(uint64_t bytes) = 0;
 

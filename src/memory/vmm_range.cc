@@ -73,7 +73,7 @@ class VmmRange : public MappedRange {
   uint64_t bytes() const override { return bytes_; }
   uint64_t granularity() const override { return granularity_; }
 
-  Result<Parcel> extend(uint64_t bytes) override {
+  Result<FdMessage> extend(uint64_t bytes) override {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     const CudaDriver& driver = current.driver();
@@ -91,7 +91,7 @@ class VmmRange : public MappedRange {
     WEFT_TRY(logged(cuda_status(
         driver.cuMemExportToShareableHandle(&fd, segment.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
         "share a window segment of cuda:{}", ordinal_)));
-    Parcel offer{"", FileDescriptor(fd)};
+    FdMessage offer{"", FileDescriptor(fd)};
     WEFT_TRY(map(driver, segment.handle, bytes, true));
     if (is_host_part) {
       std::memset(reinterpret_cast<void*>(host_at()), 0, bytes);
@@ -105,7 +105,7 @@ class VmmRange : public MappedRange {
     return offer;
   }
 
-  Status import(const Parcel& offer, uint64_t bytes) override {
+  Status import(const FdMessage& offer, uint64_t bytes) override {
     WEFT_TRY(check_room(*this, bytes, reserved_));
     if (!offer.fd.is_open())
       return logged(

@@ -99,10 +99,10 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   std::unique_ptr<TwoLevel> levels;
   uint64_t control_end = control.end;
   if (!comm->why_not_all_mapped().empty()) {
-    WEFT_TRY_ASSIGN(IslandPlan islands, meet_islands(*comm, wanted.each_alone));
-    control = plan_control(ranks, islands.count);
-    const auto rings = plan_two_level(control.end, control.offsets.record_words, islands, limits);
-    levels = std::make_unique<TwoLevel>(std::move(islands), rings, static_cast<uint32_t>(comm->rank()));
+    WEFT_TRY_ASSIGN(DomainPlan domains, agree_on_domains(*comm, wanted.single_rank_domains));
+    control = plan_control(ranks, domains.count);
+    const auto rings = plan_two_level(control.end, control.offsets.record_words, domains, limits);
+    levels = std::make_unique<TwoLevel>(std::move(domains), rings, static_cast<uint32_t>(comm->rank()));
     control_end = levels->end();
     if (wanted.low_latency_bytes > 0)
       options.low_latency_bytes = low_latency_bytes_with_ports(ranks, wanted.low_latency_bytes);
@@ -115,13 +115,13 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                                  round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,
-                  agree_on_low_latency(*comm, levels ? levels->islands() : IslandPlan{}));
+                  agree_on_low_latency(*comm, levels ? levels->domains() : DomainPlan{}));
   terms.is_watched = limits.is_cuda && window->has_host_part();
   std::unique_ptr<LocalMemory> gave_up;
   if (levels && window->is_pinned()) {  // what kernels ask again and again is near
     WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));
     if (options.low_latency_bytes > 0) {
-      WEFT_TRY_ASSIGN(terms.board, make_low_latency_board(*comm, options.low_latency_bytes, terms.islands));
+      WEFT_TRY_ASSIGN(terms.page, make_low_latency_page(*comm, options.low_latency_bytes, terms.domains));
     }
   }
   if (levels) WEFT_TRY(levels->write_tables(*window));

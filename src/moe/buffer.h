@@ -39,7 +39,8 @@ struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
   uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
-  bool each_alone = false;  // where ranks do not all map each other, sum no rows of a node before they return
+  // No rank is in a domain with another one, so no rows are summed before they return.
+  bool single_rank_domains = false;
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the
@@ -87,7 +88,7 @@ struct NotifyCall : NotifyTensors {
 struct Notified {
   uint64_t handle_id = 0;      // DispatchRoutes::id
   uint64_t received_rows = 0;  // these only where the host waited for counts
-  uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a hub adds
+  uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a rail peer adds
   std::vector<int32_t> tokens_per_local_expert;
 };
 
@@ -191,9 +192,9 @@ class MoeBuffer {
   uint64_t route_words(uint64_t tokens, bool is_ordered) const {
     return levels_ ? levels_->route_words(tokens, is_ordered) : 0;
   }
-  // The island of each rank (TwoLevel), where there are several.
-  std::vector<uint32_t> islands() const {
-    return levels_ ? levels_->islands().island : std::vector<uint32_t>();
+  // The domain of each rank (TwoLevel), where there are several.
+  std::vector<uint32_t> domains() const {
+    return levels_ ? levels_->domains().domain : std::vector<uint32_t>();
   }
   // handle_buffer() of the ids of this buffer's dispatches.
   uint64_t handle_buffer_key() const { return handle_buffer(handle_id(handle_key_, 0)); }

@@ -24,7 +24,7 @@ TwoLevelArgs in_batches(const Args& args, const TwoLevelGrid& plan) {
 
 Status MoeBuffer::notify_on_levels(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier,
                                    void* stream) {
-  GridPlan grid = plan_two_level_notify(ranks(), levels_->islands().count, limits_);
+  GridPlan grid = plan_two_level_notify(ranks(), levels_->domains().count, limits_);
   if (is_barrier) grid.blocks = 1;  // it has no tokens
   TwoLevelNotifyArgs both{};
   both.base = args;
@@ -34,7 +34,7 @@ Status MoeBuffer::notify_on_levels(const NotifyArgs& args, const HandleMemory& m
 
 Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCall& call, void* stream) {
   const HighThroughputShape shape = dispatch_shape(call.format);
-  const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->islands(), levels_->batches(),
+  const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->domains(), levels_->batches(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
   auto both = in_batches<TwoLevelDispatchArgs>(args, plan);
   levels_->complete(both, *window_, call.routes.memory, call.routes.tokens);
@@ -44,7 +44,7 @@ Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCal
 
 Status MoeBuffer::combine_on_levels(const CombineArgs& args, const CombineCall& call, void* stream) {
   const TwoLevelGrid plan =
-      plan_two_level_combine(levels_->islands(), levels_->batches(), call.num_sms, limits_);
+      plan_two_level_combine(levels_->domains(), levels_->batches(), call.num_sms, limits_);
   auto both = in_batches<TwoLevelCombineArgs>(args, plan);
   levels_->complete(both, *window_, call.routes.memory, call.routes.tokens);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);

@@ -4,7 +4,7 @@
 // help.
 //   Engram table(buffer);
 //   WEFT_TRY(table.resize(entries_per_rank, row_bytes, "bfloat16"));
-//   ... fill table.window().local(), meet the other ranks ...
+//   ... fill table.window().local() + table.entries_at(), meet the other ranks ...
 //   WEFT_TRY(table.fetch({indices, 4, count, out, stream}));
 // Entry e is entry e % entries_per_rank of rank e / entries_per_rank. On CUDA fetch() enqueues on `stream`
 // and can be captured in a graph; on the host it returns when it is done. Threads: one caller at a time.
@@ -44,6 +44,7 @@ class Engram {
 
   Status check_owner() const { return buffer_.check_owner(); }
   Window& window() { return *window_; }  // once resize() has succeeded
+  uint64_t entries_at() const { return at_.entries; }  // their offset in window()
   uint64_t entries_per_rank() const { return entries_per_rank_; }
   uint64_t row_bytes() const { return row_bytes_; }
 

@@ -9,7 +9,7 @@
 #include "kernels/moe/high_throughput_args.h"
 #include "kernels/moe/low_latency_layout.h"
 #include "moe/handle_id.h"
-#include "moe/low_latency_forms.h"
+#include "moe/low_latency_call_word.h"
 
 namespace weft {
 namespace {
@@ -152,10 +152,10 @@ const char* handshake_word_name(uint64_t word) {
 }
 
 Status handshakes_differ(const FaultBox& box) {
-  const bool is_form = box.waited_ns + 1 == LowLatencyHandshake::kWords;
-  const FormDifference what =
-      is_form ? form_difference(box.expected, box.seen)
-              : FormDifference{handshake_word_name(box.waited_ns), box.expected, box.seen};
+  const bool is_call_word = box.waited_ns + 1 == LowLatencyHandshake::kWords;
+  const WordDifference what =
+      is_call_word ? word_difference(box.expected, box.seen)
+                   : WordDifference{handshake_word_name(box.waited_ns), box.expected, box.seen};
   return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
                          what.argument, box.self, what.mine, box.peer, what.theirs);
 }

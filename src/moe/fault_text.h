@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Turns what kernels record, when they give up or are traced, into the words that users read.
+// Turns the records of kernels, of faults and of traces, into the words that users read.
 #pragma once
 
 #include <string_view>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A handle's id names one dispatch on all ranks: its low bits count the dispatches of one buffer, the others
-// are that buffer's own, the same on all ranks and another one in every other buffer.
+// A handle's id names one dispatch on all ranks. Its low bits count the dispatches of a buffer. The other bits name the
+// buffer: they are the same on all ranks, and differ between buffers.
 #pragma once
 
 #include <cstdint>

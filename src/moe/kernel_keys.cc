@@ -111,17 +111,17 @@ std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ra
           with_threads(combine_key(back), threads(plan_combine(ranks, piece_bytes(back), 1, limits)))};
 }
 
-std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchForm& form,
+std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchFacts& facts,
                                         int64_t reply, const ComputeLimits& limits) {
-  const int64_t weights = form.has_weights ? 1 : 0;
-  const LowLatencyDispatchShape there{sizes.ranks,      sizes.experts_per_rank(),
-                                      form.top_k,       form.row_bytes,
-                                      form.scale_bytes, form.payload,
-                                      weights,          form.padding};
-  const auto back_bytes = static_cast<int64_t>(form.row_bytes * payload(form.payload).shrinks_by);
+  const int64_t weights = facts.has_weights ? 1 : 0;
+  const LowLatencyDispatchShape there{sizes.ranks,       sizes.experts_per_rank(),
+                                      facts.top_k,       facts.row_bytes,
+                                      facts.scale_bytes, facts.payload,
+                                      weights,           facts.padding};
+  const auto back_bytes = static_cast<int64_t>(facts.row_bytes * payload(facts.payload).shrinks_by);
   const LowLatencyCombineShape back{sizes.ranks,
                                     sizes.experts_per_rank(),
-                                    form.top_k,
+                                    facts.top_k,
                                     back_bytes,
                                     reply,
                                     weights,
@@ -129,7 +129,7 @@ std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowL
                                     kElementBf16,
                                     0};
   const LowLatencyPlan sends = plan_low_latency_dispatch(sizes, there, limits);
-  const LowLatencyPlan replies = plan_low_latency_combine(sizes, back, form.tokens, limits);
+  const LowLatencyPlan replies = plan_low_latency_combine(sizes, back, facts.tokens, limits);
   return {with_threads(low_latency_key(there, sends.in_bulk), sends.threads_per_block),
           with_threads(low_latency_key(back, replies.in_bulk), replies.threads_per_block)};
 }

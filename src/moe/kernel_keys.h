@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which kernels the calls of a model launch: what launches take them from, and what compiles them ahead.
+// The keys of the kernels that the calls of a model launch. Launches use them, and so does compilation ahead of time.
 //   std::vector<KernelKey> keys = high_throughput_keys(format, ranks, limits_of("sm_90a"));
 // Pure functions: no device, no environment. Keys lack their mesh: see launch_on_mesh() and prepare_on_mesh().
 #pragma once
@@ -45,7 +45,7 @@ HighThroughputShape combine_shape(uint32_t row_bytes, uint32_t top_k, int64_t el
 // Of a dispatch of such rows and its combine, with threads.
 std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ranks,
                                             const ComputeLimits& limits);
-std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchForm& form,
+std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchFacts& facts,
                                         int64_t reply, const ComputeLimits& limits);
 
 // Of a GPU of an architecture ("sm_90a"), as far as kernels depend on them, where there is none to ask.

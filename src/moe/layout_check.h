@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether a dispatch was given the layout of its own routes. Others are silent errors: rows travel by the layout, and
-// arrive where no expert wants them.
+// Checks that the layout of a dispatch belongs to its routes. Another layout is a silent error: rows travel by the
+// layout, and arrive at ranks that have none of their experts.
 #pragma once
 
 #include "base/status.h"

@@ -7,7 +7,7 @@
 #include "base/config.h"
 #include "jit/mesh_launch.h"
 #include "moe/kernel_keys.h"
-#include "moe/low_latency_forms.h"
+#include "moe/low_latency_call_word.h"
 #include "moe/low_latency_known.h"
 #include "topology/nvml.h"
 
@@ -40,7 +40,7 @@ int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts, int64_t least) 
 }
 
 // Links other than NVLink may deliver a line in pieces.
-bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
+bool loads_full_lines(const std::vector<RankFacts>& ranks) {
   for (const RankFacts& from : ranks)
     for (const RankFacts& to : ranks)
       if (from.host != to.host || (from.gpu != to.gpu && !is_nvlink_pair(from.gpu, to.gpu))) return false;
@@ -85,11 +85,11 @@ TallyCaller caller_of(const Window& window) {
 
 }  // namespace
 
-Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands) {
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan domains) {
   const int64_t wanted = config().low_latency_line_tokens;
   const bool is_valid = wanted >= -1 && wanted <= kMaxBatches;
   const bool may =
-      comm.why_not_all_mapped().empty() && (comm.device().is_host() || keeps_lines_whole(comm.facts()));
+      comm.why_not_all_mapped().empty() && (comm.device().is_host() || loads_full_lines(comm.facts()));
   const uint32_t mine = !may || !is_valid ? 0
                         : wanted < 0      ? kPlannedLineTokens
                                           : static_cast<uint32_t>(wanted);
@@ -100,7 +100,7 @@ Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan isla
   if (!is_valid)
     return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxBatches);
   WEFT_TRY(agreed);
-  LowLatencyTerms terms{mine, std::move(islands), {}};
+  LowLatencyTerms terms{mine, std::move(domains), {}};
   if (comm.why_not_all_mapped().empty()) return terms;
   WEFT_TRY_ASSIGN(const auto shown, comm.show("low_latency.links", shown_links(comm)));
   terms.links = least_of(shown);
@@ -122,7 +122,7 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       order_(window.communicator()->device()),
       last_phase_(window.communicator()->device()),
       known_masked_(ranks()),
-      has_carriers_(write_carriers()) {}
+      has_rail_tables_(write_rail_tables()) {}
 
 LowLatency::~LowLatency() {
   for (uint32_t peer = 0; peer < known_masked_.size(); ++peer)
@@ -195,7 +195,7 @@ const std::string* LowLatency::late_receive() const {
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   LowLatencySizes sizes{ranks(),     max_tokens,         top_k,
                         experts,     terms_.line_tokens, half_bytes() - lines_at(),
-                        has_ports(), has_board()};
+                        has_ports(), has_page()};
   sizes.bulk_rows = bulk_rows_of(config().low_latency_bulk);
   return sizes;
 }
@@ -204,46 +204,46 @@ uint32_t* LowLatency::masks() const {
   return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).masked);
 }
 
-// Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
-bool LowLatency::may_share_nodes() const {
-  return has_ports() && !waits_.may_mask && terms_.islands.widest >= 2;
+// Where peers may be masked each rank gets its own: a lost rail peer would take the tokens of ranks that live.
+bool LowLatency::may_share_domains() const {
+  return has_ports() && !waits_.may_mask && terms_.domains.widest >= 2;
 }
 
 ExpertTrafficShape LowLatency::traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  const IslandPlan& islands = terms_.islands;
-  return {islands.count, islands.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
+  const DomainPlan& domains = terms_.domains;
+  return {domains.count, domains.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
 }
 
-bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
-  if (!may_share_nodes()) return false;
+bool LowLatency::sends_once_per_domain(const LowLatencyDispatchFacts& facts) const {
+  if (!may_share_domains()) return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
-  ExpertTrafficShape shape = traffic_shape(form.max_tokens, form.top_k, form.experts);
-  shape.row_bytes = form.row_bytes;
-  shape.scale_bytes = form.scale_bytes;
-  return plan_low_latency_fan_out(shape, terms_.links).is_per_node();
+  ExpertTrafficShape shape = traffic_shape(facts.max_tokens, facts.top_k, facts.experts);
+  shape.row_bytes = facts.row_bytes;
+  shape.scale_bytes = facts.scale_bytes;
+  return plan_low_latency_fan_out(shape, terms_.links).is_per_domain();
 }
 
 // Replies that are exact or LogFMT, and those that find no room, go once for each rank, whatever the setting says.
-bool LowLatency::replies_once_per_node(const LowLatencyCombineForm& form) const {
-  if (!may_share_nodes() || form.reply != kReplyReduced) return false;
-  const Batches batches = sizes(form.max_tokens, form.top_k, form.experts).batches();
-  if (!has_room_for_nodes(
-          port_combine_layout(ranks(), form.max_tokens, form.top_k, batches, form.row_bytes, form.reply),
+bool LowLatency::replies_once_per_domain(const LowLatencyCombineFacts& facts) const {
+  if (!may_share_domains() || facts.reply != kReplyReduced) return false;
+  const Batches batches = sizes(facts.max_tokens, facts.top_k, facts.experts).batches();
+  if (!has_room_for_domains(
+          port_combine_layout(ranks(), facts.max_tokens, facts.top_k, batches, facts.row_bytes, facts.reply),
           batches))
     return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
-  ExpertTrafficShape shape = traffic_shape(form.max_tokens, form.top_k, form.experts);
-  shape.result_bytes = form.row_bytes;
-  return plan_low_latency_reply_fan_out(shape, terms_.links).is_per_node();
+  ExpertTrafficShape shape = traffic_shape(facts.max_tokens, facts.top_k, facts.experts);
+  shape.result_bytes = facts.row_bytes;
+  return plan_low_latency_reply_fan_out(shape, terms_.links).is_per_domain();
 }
 
 // The same on all ranks.
-bool LowLatency::has_room_for_nodes(const PortCombineLayout& at, Batches batches) const {
-  const IslandPlan& islands = terms_.islands;
-  for (uint32_t which = 0; which < islands.count; ++which) {
-    const uint32_t size = islands.size(which);
-    if (node_word(batches, size, 0) > kWordsPerSource ||
-        node_combine_layout(at, batches, size, islands.most_served_in(which)).bytes >
+bool LowLatency::has_room_for_domains(const PortCombineLayout& at, Batches batches) const {
+  const DomainPlan& domains = terms_.domains;
+  for (uint32_t which = 0; which < domains.count; ++which) {
+    const uint32_t size = domains.size(which);
+    if (domain_word(batches, size, 0) > kWordsPerSource ||
+        domain_combine_layout(at, batches, size, domains.most_sources_in(which)).bytes >
             half_bytes() - lines_at())
       return false;
   }
@@ -307,126 +307,126 @@ Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* a
   return limits_.is_cuda ? Status{} : fault();
 }
 
-Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
-  LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
-  all.grid_sms = form.grid_sms;
+Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchFacts& facts) const {
+  LowLatencySizes all = sizes(facts.max_tokens, facts.top_k, facts.experts);
+  all.grid_sms = facts.grid_sms;
   const LowLatencyDispatchShape shape{
-      ranks(),      all.experts_per_rank(),   form.top_k,  form.row_bytes, form.scale_bytes,
-      form.payload, form.has_weights ? 1 : 0, form.padding};
+      ranks(),       all.experts_per_rank(),    facts.top_k,  facts.row_bytes, facts.scale_bytes,
+      facts.payload, facts.has_weights ? 1 : 0, facts.padding};
   const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
-  WEFT_TRY(check(all, form.tokens, plan));
+  WEFT_TRY(check(all, facts.tokens, plan));
   LowLatencyDispatchArgs args{};
-  args.call = common(all, plan, form.tokens);
-  args.call.id_bytes = form.id_bytes;
+  args.call = common(all, plan, facts.tokens);
+  args.call.id_bytes = facts.id_bytes;
   args.call.handshake = {
-      {form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
-       dispatch_form(static_cast<uint32_t>(form.payload), shape.weights != 0, sends_once_per_node(form))},
+      {facts.max_tokens, facts.row_bytes, facts.top_k, facts.experts, facts.scale_bytes,
+       dispatch_word(static_cast<uint32_t>(facts.payload), shape.weights != 0, sends_once_per_domain(facts))},
       0};
-  if (sends_once_per_node(form)) {
-    WEFT_TRY(Status(has_carriers_));
-    args.carriers = carriers();
+  if (sends_once_per_domain(facts)) {
+    WEFT_TRY(Status(has_rail_tables_));
+    args.rail_tables = rail_tables();
   }
-  args.x_row_bytes = form.row_bytes * payload(form.payload).shrinks_by;
-  args.scale_expert_stride = form.scale_expert_stride;
-  args.scale_row_stride = form.scale_row_stride;
-  args.scale_word_stride = form.tiled_scales ? kTiledWordStride : form.scale_word_stride;
-  args.tiled_scales = form.tiled_scales ? 1 : 0;
+  args.x_row_bytes = facts.row_bytes * payload(facts.payload).shrinks_by;
+  args.scale_expert_stride = facts.scale_expert_stride;
+  args.scale_row_stride = facts.scale_row_stride;
+  args.scale_word_stride = facts.tiled_scales ? kTiledWordStride : facts.scale_word_stride;
+  args.tiled_scales = facts.tiled_scales ? 1 : 0;
   args.receive_splits = Divisor::of(plan.receive_splits);
   args.source_jobs = Divisor::of(args.call.batches.count * plan.receive_splits);
   args.line_tokens = plan.line_tokens;
-  args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
-  args.max_rows = form.max_rows;
-  args.call.board =
-      board(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
-                                                                 shape.row_bytes, shape.scale_bytes)));
+  args.expert_rows = facts.expert_rows != 0 ? facts.expert_rows : ranks() * facts.max_tokens;
+  args.max_rows = facts.max_rows;
+  args.call.page =
+      page(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
+                                                                shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be; nor where its kernel depends on what only the combine says.
   const std::string& known = config().low_latency_constants;
-  if (limits_.is_cuda && known == "never" && form.padding == 0 && form.expert_rows == 0)
-    prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
+  if (limits_.is_cuda && known == "never" && facts.padding == 0 && facts.expert_rows == 0)
+    prepare_on_mesh(*window_, low_latency_keys(all, facts, kReplyReduced, limits_));
   KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, known);
   WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), how));
-  return PlannedDispatch{form, shape, args, how, kernel};
+  return PlannedDispatch{facts, shape, args, how, kernel};
 }
 
 // Bytes are those of all chosen rows: how many of a token's go to one rank only the kernel knows.
 template <class Planned, class Memory>
 Status LowLatency::count_launch(const Counted& counted, const Planned& plan, const Memory& memory,
-                                uint32_t ticket, uint32_t phases, void* stream) {
-  const auto& form = plan.form;
+                                uint32_t call_slot, uint32_t phases, void* stream) {
+  const auto& facts = plan.facts;
   const bool sends = (phases & kPhaseSend) != 0;
-  const uint64_t bytes = sends ? uint64_t{form.tokens} * form.top_k * form.row_bytes : 0;
-  return tally_.count(counted.of(phases), {bytes, form.tokens, -1, sends},
-                      [&] { return start(plan, memory, ticket, phases, stream); });
+  const uint64_t bytes = sends ? uint64_t{facts.tokens} * facts.top_k * facts.row_bytes : 0;
+  return tally_.count(counted.of(phases), {bytes, facts.tokens, -1, sends},
+                      [&] { return start(plan, memory, call_slot, phases, stream); });
 }
 
 Status LowLatency::launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
-                          uint32_t ticket, uint32_t phases, void* stream) {
-  return count_launch(dispatches_, plan, memory, ticket, phases, stream);
+                          uint32_t call_slot, uint32_t phases, void* stream) {
+  return count_launch(dispatches_, plan, memory, call_slot, phases, stream);
 }
 
-Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
-                         uint32_t phases, void* stream) {
+Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
+                         uint32_t call_slot, uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   LowLatencyDispatchArgs args = plan.args;
   args.call.phases = phases;
-  args.call.ticket = ticket % kTickets;
+  args.call.call_slot = call_slot % kCallSlots;
   static_cast<LowLatencyDispatchMemory&>(args) = memory;
   Launch how = plan.how;
   how.stream = stream;
   return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
 }
 
-Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const {
-  if (!form.has_weights && (!is_reduced(form.reply) || !form.dispatch_had_weights))
+Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineFacts& facts) const {
+  if (!facts.has_weights && (!is_reduced(facts.reply) || !facts.dispatch_had_weights))
     return Status::invalid(
         "topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
         "after a dispatch with weights");
-  if (is_log(form.reply) &&
-      (form.element != kElementBf16 || form.out_element != kElementBf16 || form.accumulate))
+  if (is_log(facts.reply) &&
+      (facts.element != kElementBf16 || facts.out_element != kElementBf16 || facts.accumulate))
     return Status::invalid(
         "use_logfmt: got True, allowed: with bfloat16 rows and sums that are not added to");
-  LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
-  all.grid_sms = form.grid_sms;
-  if (replies_once_per_node(form)) all.node_ranks = own_node_ranks();
+  LowLatencySizes all = sizes(facts.max_tokens, facts.top_k, facts.experts);
+  all.grid_sms = facts.grid_sms;
+  if (replies_once_per_domain(facts)) all.domain_ranks = own_domain_ranks();
   const LowLatencyCombineShape shape{ranks(),
                                      all.experts_per_rank(),
-                                     form.top_k,
-                                     form.row_bytes,
-                                     form.reply,
-                                     form.dispatch_had_weights ? 1 : 0,
-                                     form.element,
-                                     form.out_element,
-                                     form.accumulate ? 1 : 0};
+                                     facts.top_k,
+                                     facts.row_bytes,
+                                     facts.reply,
+                                     facts.dispatch_had_weights ? 1 : 0,
+                                     facts.element,
+                                     facts.out_element,
+                                     facts.accumulate ? 1 : 0};
   ComputeLimits few = limits_;
-  if (form.num_sms != 0) few.max_blocks = std::min(few.max_blocks, form.num_sms);
-  const LowLatencyPlan sends = plan_low_latency_combine(all, shape, form.tokens, few);
-  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, form.tokens, limits_);
-  WEFT_TRY(check(all, form.tokens, plan));
+  if (facts.num_sms != 0) few.max_blocks = std::min(few.max_blocks, facts.num_sms);
+  const LowLatencyPlan sends = plan_low_latency_combine(all, shape, facts.tokens, few);
+  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, facts.tokens, limits_);
+  WEFT_TRY(check(all, facts.tokens, plan));
   LowLatencyCombineArgs args{};
-  args.call = common(all, plan, form.tokens);
-  args.call.id_bytes = form.id_bytes;
-  const auto row_form = static_cast<uint32_t>(form.element * 4 + form.reply);
-  const uint32_t kind = combine_form(row_form, form.has_weights, all.node_ranks != 0);
-  args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
-  args.x_row_bytes = form.row_bytes;
-  args.sent_id_bytes = form.sent_id_bytes;
-  args.has_kept_weights = form.kept_weights ? 1 : 0;
-  args.signal_value = form.signal_value;
-  args.signals_per_expert = form.signals_per_expert;
-  args.signal_rows = form.signal_rows;
+  args.call = common(all, plan, facts.tokens);
+  args.call.id_bytes = facts.id_bytes;
+  const auto row_options = static_cast<uint32_t>(facts.element * 4 + facts.reply);
+  const uint32_t kind = combine_word(row_options, facts.has_weights, all.domain_ranks != 0);
+  args.call.handshake = {{facts.max_tokens, facts.row_bytes, facts.top_k, facts.experts, 0, kind}, 0};
+  args.x_row_bytes = facts.row_bytes;
+  args.sent_id_bytes = facts.sent_id_bytes;
+  args.has_saved_weights = facts.saved_weights ? 1 : 0;
+  args.signal_value = facts.signal_value;
+  args.signals_per_expert = facts.signals_per_expert;
+  args.signal_rows = facts.signal_rows;
   args.answer_parts = Divisor::of(1);
   if (all.has_ports) {
-    const PortCombineLayout at = port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.batches,
-                                                     shape.row_bytes, form.reply);
+    const PortCombineLayout at = port_combine_layout(ranks(), facts.max_tokens, facts.top_k,
+                                                     args.call.batches, shape.row_bytes, facts.reply);
     args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
     if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
-    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).replies);
-    if (all.node_ranks != 0) {
-      args.carriers = carriers();
-      args.node_ranks = all.node_ranks;
-      args.node_carried = terms_.islands.most_served_in(terms_.islands.island[rank()]);
+    args.call.page = page(own_combine(at, facts.max_tokens, facts.top_k, args.call.batches).replies);
+    if (all.domain_ranks != 0) {
+      args.rail_tables = rail_tables();
+      args.domain_ranks = all.domain_ranks;
+      args.domain_sources = terms_.domains.most_sources_in(terms_.domains.domain[rank()]);
     }
   }
   args.pieces = Divisor::of(plan.pieces);
@@ -438,32 +438,32 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   }
   KernelKey key = with_known(low_latency_key(shape, plan.in_bulk), args, config().low_latency_constants);
   WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), receiving.how));
-  return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
+  return PlannedCombine{facts, shape, args, grid_of(sends), receiving, kernel};
 }
 
 // What a caller does not give the routes hold.
 LowLatencyCombineMemory LowLatency::filled(const PlannedCombine& plan, LowLatencyCombineMemory memory) const {
-  const LowLatencyCombineForm& form = plan.form;
+  const LowLatencyCombineFacts& facts = plan.facts;
   const RoutesLayout at =
-      routes_layout(ranks(), plan.args.call.batches, form.top_k, form.dispatch_had_weights);
+      routes_layout(ranks(), plan.args.call.batches, facts.top_k, facts.dispatch_had_weights);
   if (!memory.sent_idx) memory.sent_idx = memory.routes + at.chosen;
-  if (!form.has_weights) memory.topk_idx = memory.sent_idx;
-  if (form.kept_weights) memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
+  if (!facts.has_weights) memory.topk_idx = memory.sent_idx;
+  if (facts.saved_weights) memory.topk_weights = reinterpret_cast<const float*>(memory.routes + at.weights);
   return memory;
 }
 
-Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
-                          uint32_t phases, void* stream) {
-  return count_launch(combines_, plan, memory, ticket, phases, stream);
+Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory,
+                          uint32_t call_slot, uint32_t phases, void* stream) {
+  return count_launch(combines_, plan, memory, call_slot, phases, stream);
 }
 
-Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
-                         uint32_t phases, void* stream) {
+Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory,
+                         uint32_t call_slot, uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   const PlannedCombine::Grid& grid = (phases & kPhaseSend) != 0 ? plan.sends : plan.receives;
   LowLatencyCombineArgs args = plan.args;
   args.call.phases = phases;
-  args.call.ticket = ticket % kTickets;
+  args.call.call_slot = call_slot % kCallSlots;
   static_cast<LowLatencyCombineMemory&>(args) = filled(plan, memory);
   args.receive_splits = grid.receive_splits;
   args.piece_splits = grid.piece_splits;

@@ -2,10 +2,10 @@
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
 //   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, terms);
-//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(form));          // once for calls of this form
-//   const uint32_t ticket = mode.next_ticket();
-//   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));       // then x may be reused
-//   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseReceive, stream));    // then outputs are there
+//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(facts));          // once for calls of one signature
+//   const uint32_t call_slot = mode.next_call_slot();
+//   WEFT_TRY(mode.launch(plan, memory, call slot, kPhaseSend, stream));       // then x may be reused
+//   WEFT_TRY(mode.launch(plan, memory, call slot, kPhaseReceive, stream));    // then outputs are there
 // [begin, end) is the same range of every rank's window, zero at first, and used by nobody else. Calls are
 // collective and in the same order on all ranks, on one stream or on streams that the caller orders; two
 // calls may be outstanding between their phases. Pointers are memory of this rank's device; what Python has
@@ -44,10 +44,10 @@ struct LowLatencyWaits {
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
 
-// A call is a form, which many calls share and which is planned once, and the memory of this one call, which is a part of
+// A call has facts, which many calls share and which are planned once, and memory of its own, which is a part of
 // the kernel's arguments (kernels/moe/low_latency_args.h).
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
-struct LowLatencyDispatchForm {
+struct LowLatencyDispatchFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -68,7 +68,7 @@ struct LowLatencyDispatchForm {
   uint32_t grid_sms = 0;  // that each phase takes at most, so that other kernels find some; 0: all
 };
 
-struct LowLatencyCombineForm {
+struct LowLatencyCombineFacts {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
@@ -78,7 +78,7 @@ struct LowLatencyCombineForm {
   uint32_t row_bytes = 0;  // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights =
       false;  // else those that went with the dispatch count, and its ids, with a reduced reply
-  bool kept_weights =
+  bool saved_weights =
       false;  // those that the routes keep of the dispatch, by its slots, instead of topk_weights
   bool dispatch_had_weights = false;
   uint32_t sent_id_bytes = sizeof(int32_t);  // of sent_idx; without these, of what the routes keep
@@ -94,10 +94,10 @@ struct LowLatencyCombineForm {
       0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
 };
 
-// What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and
+// What calls of one plan have in common. Its kernels are compiled; a launch fills in memory, call slot and
 // phases.
 struct PlannedDispatch {
-  LowLatencyDispatchForm form;
+  LowLatencyDispatchFacts facts;
   LowLatencyDispatchShape shape;
   LowLatencyDispatchArgs args;
   Launch how;
@@ -105,7 +105,7 @@ struct PlannedDispatch {
 };
 
 struct PlannedCombine {
-  LowLatencyCombineForm form;
+  LowLatencyCombineFacts facts;
   LowLatencyCombineShape shape;
   LowLatencyCombineArgs args;
   struct Grid {
@@ -113,7 +113,7 @@ struct PlannedCombine {
     Divisor receive_splits;
     Divisor piece_splits;
   };
-  Grid sends;  // also where both phases run at once: no more SMs than the form allows
+  Grid sends;  // also where both phases run at once: no more SMs than the facts allow
   Grid receives;
   const Kernel* kernel;
 };
@@ -129,19 +129,20 @@ struct LowLatencyRun {
 struct LowLatencyTerms {
   uint32_t line_tokens =
       0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
-  IslandPlan islands = {};  // none where all ranks map each other
-  LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
-  std::shared_ptr<LocalMemory> board =
-      {};                   // of make_low_latency_board(): this rank's; null: kernels look at the window
-  bool is_watched = false;  // a block polls for the others, as with a board; the window has a host part
+  DomainPlan domains = {};  // none where all ranks map each other
+  LinkFigures links = {};   // between domains, the least of any rank: what their planner goes by
+  std::shared_ptr<LocalMemory> page =
+      {};  // of make_low_latency_page(): this rank's; null: kernels look at the window
+  bool is_watched =
+      false;  // a block polls for the others, as with a control page; the window has a host part
 };
-// The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
-// and what serves the same region gets the same. Errors: kSystem where the device has no room.
-Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
-                                                            const IslandPlan& islands);
-// All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
-// range or ranks differ; those of Communicator::show().
-Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
+// The control page of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as
+// the region, and what serves the same region gets the same. Errors: kSystem where the device has no room.
+Result<std::shared_ptr<LocalMemory>> make_low_latency_page(const Communicator& comm, uint64_t region_bytes,
+                                                           const DomainPlan& domains);
+// All ranks call it together, with the domains that they have found. Errors: kInvalid where the setting of lines is out
+// of range or ranks differ; those of Communicator::show().
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, DomainPlan domains);
 
 // Whether ids [count] in host memory are empty or of experts: kInvalid with the first that is not. A combine takes any id
 // below 0 for empty, as DeepEP does.
@@ -160,18 +161,18 @@ class LowLatency {
 
   Status check_owner() const { return comm_->check_owner("buffer"); }
   // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
-  Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
-  Result<PlannedCombine> plan(const LowLatencyCombineForm& form) const;
-  // `phases`: kPhaseSend, then kPhaseReceive with the same memory and ticket; or both at once.
-  Status launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
+  Result<PlannedDispatch> plan(const LowLatencyDispatchFacts& facts) const;
+  Result<PlannedCombine> plan(const LowLatencyCombineFacts& facts) const;
+  // `phases`: kPhaseSend, then kPhaseReceive with the same memory and call slot; or both at once.
+  Status launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t call_slot,
                 uint32_t phases, void* stream);
-  Status launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+  Status launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t call_slot,
                 uint32_t phases, void* stream);
   // On CUDA ids are not looked at: it would stall the stream.
   Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts,
                    EmptyIds empty) const;
-  // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
-  uint32_t next_ticket() { return ticket_++ % kTickets; }
+  // Ties the phases of one call. A call captured in a graph keeps its call slot in every replay.
+  uint32_t next_call_slot() { return next_call_slot_++ % kCallSlots; }
 
   // Around every launch on `stream`. Launches run one after another, on whatever streams they are: kernels number calls
   // as they run, and each acknowledges what the one before it has read. Returns whether a graph captures the launch:
@@ -215,8 +216,8 @@ class LowLatency {
   }
 
   // Whether a token of such calls crosses the network once for each node (low_latency_ports.h), and a sum of its replies.
-  bool sends_once_per_node(const LowLatencyDispatchForm& form) const;
-  bool replies_once_per_node(const LowLatencyCombineForm& form) const;
+  bool sends_once_per_domain(const LowLatencyDispatchFacts& facts) const;
+  bool replies_once_per_domain(const LowLatencyCombineFacts& facts) const;
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
     return low_latency_routes_words(sizes(max_tokens, top_k, experts), has_weights);
@@ -230,16 +231,16 @@ class LowLatency {
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
   // Whether a block watches for the others, and copies what ports tell to where they look.
-  bool has_board() const { return has_ports() && (terms_.board != nullptr || terms_.is_watched); }
+  bool has_page() const { return has_ports() && (terms_.page != nullptr || terms_.is_watched); }
   // Of this rank's control area, where its kernels look.
   std::byte* control() const;
-  LowLatencyBoard board(uint64_t own_bytes) const;
-  uint32_t* carriers() const;
-  Status write_carriers() const;
-  bool may_share_nodes() const;
-  uint32_t own_node_ranks() const { return terms_.islands.size(terms_.islands.island[rank()]); }
+  LowLatencyPage page(uint64_t own_bytes) const;
+  uint32_t* rail_tables() const;
+  Status write_rail_tables() const;
+  bool may_share_domains() const;
+  uint32_t own_domain_ranks() const { return terms_.domains.size(terms_.domains.domain[rank()]); }
   ExpertTrafficShape traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
-  bool has_room_for_nodes(const PortCombineLayout& at, Batches batches) const;
+  bool has_room_for_domains(const PortCombineLayout& at, Batches batches) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
   // A call in one launch, or one of its two phases: each is an operation of its own.
@@ -251,11 +252,11 @@ class LowLatency {
   };
   Counted counted(const std::string& name);
   template <class Planned, class Memory>
-  Status count_launch(const Counted& counted, const Planned& plan, const Memory& memory, uint32_t ticket,
+  Status count_launch(const Counted& counted, const Planned& plan, const Memory& memory, uint32_t call_slot,
                       uint32_t phases, void* stream);
-  Status start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
+  Status start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t call_slot,
                uint32_t phases, void* stream);
-  Status start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+  Status start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t call_slot,
                uint32_t phases, void* stream);
   LowLatencyCombineMemory filled(const PlannedCombine& plan, LowLatencyCombineMemory memory) const;
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
@@ -273,7 +274,7 @@ class LowLatency {
   ComputeLimits limits_;
   LowLatencyWaits waits_;
   const LowLatencyTerms terms_;
-  uint32_t ticket_ = 0;
+  uint32_t next_call_slot_ = 0;
   uint64_t calls_ = 0;
   std::vector<std::pair<uint64_t, std::string>> unreceived_;        // ascending
   std::deque<std::pair<uint64_t, std::function<Status()>>> later_;  // ascending
@@ -282,7 +283,7 @@ class LowLatency {
   StreamOrder order_;
   StreamMark last_phase_;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
-  const Status has_carriers_;       // whether they could be written
+  const Status has_rail_tables_;    // whether rail tables could be written
 };
 
 }  // namespace weft

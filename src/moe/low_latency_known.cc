@@ -46,13 +46,13 @@ void add_sizes_of_any(Fields& known, const Args& args) {
   WEFT_KNOWN(call.lines);
   WEFT_KNOWN(call.batches.count);
   WEFT_KNOWN(call.batches.capacity);
-  WEFT_KNOWN(call.board.control);
-  WEFT_KNOWN(call.board.own);
-  WEFT_KNOWN(call.board.own_bytes);
+  WEFT_KNOWN(call.page.control);
+  WEFT_KNOWN(call.page.own);
+  WEFT_KNOWN(call.page.own_bytes);
   for (uint32_t word = 0; word < LowLatencyHandshake::kWords; ++word)
     known.set(text("call.handshake.words[{}]", word), args.call.handshake.words[word]);
   WEFT_KNOWN(x_row_bytes);
-  WEFT_KNOWN(carriers);
+  WEFT_KNOWN(rail_tables);
 }
 
 template <class Args>
@@ -82,15 +82,15 @@ void add_sizes(Fields& known, const LowLatencyCombineArgs& args) {
   WEFT_KNOWN(pieces);
   WEFT_KNOWN(owner_jobs);
   WEFT_KNOWN(sent_id_bytes);
-  WEFT_KNOWN(has_kept_weights);
+  WEFT_KNOWN(has_saved_weights);
   WEFT_KNOWN(signal_value);
   WEFT_KNOWN(signals_per_expert);
   WEFT_KNOWN(signal_rows);
   if (args.signals_per_expert == 0) WEFT_KNOWN(signals);
   WEFT_KNOWN(answer_room);
   WEFT_KNOWN(answer_parts);
-  WEFT_KNOWN(node_ranks);
-  WEFT_KNOWN(node_carried);
+  WEFT_KNOWN(domain_ranks);
+  WEFT_KNOWN(domain_sources);
 }
 void add_calls(Fields& known, const LowLatencyCombineArgs& args) {
   add_calls_of_any(known, args);
@@ -101,7 +101,7 @@ void add_calls(Fields& known, const LowLatencyCombineArgs& args) {
 // The key of a function that calls the kernel of `key` so.
 KernelKey in_front(KernelKey key, const std::string& lines) {
   const std::string kernel = key.name;
-  key.name += "_of_form";
+  key.name += "_of_facts";
   const std::string head = text("WEFT_KERNEL void {}(const {}& given, const MeshT& mesh, const Shape& shape)",
                                 key.name, key.args_type);
   key.prelude = "namespace weft {\ntemplate <class MeshT, class Shape>\n" + head + " {\n" +

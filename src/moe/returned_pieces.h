@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ReturnedPieces frees ranges of a heap that streams may still use: once the stream that will write there
-// waits.
+// ReturnedPieces frees ranges of a heap that streams may still use. The stream that writes there next waits for them.
 //   ReturnedPieces pieces(device, heap);
-//   WEFT_TRY_ASSIGN(const bool noted, pieces.give_back(offset, stream));   // the last to use it, so far
+//   WEFT_TRY_ASSIGN(const bool noted, pieces.give_back(offset, stream));   // the last stream that used it
 //   WEFT_TRY_ASSIGN(const bool any, pieces.reclaim(stream));               // free; `stream` waits
 // Events come from a pool, whose events live as long as this. Threads: any.
 #pragma once

@@ -43,7 +43,7 @@ Status Ring::run(const RingCall& call, bool sends) {
   const RingShape shape{reinterpret_cast<uint64_t>(call.data) % 16 == 0 && call.bytes % 16 == 0};
   const GridPlan grid = plan_ring_message(call.bytes, call.num_sms, buffer_.limits());
   KernelKey key{"kernels/moe/ring.cuh", sends ? "ring_send" : "ring_receive", "RingArgs"};
-  key.shape = {{"whole_vecs", shape.whole_vecs}};
+  key.shape = {{"vec_aligned", shape.vec_aligned}};
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, call.stream, false};
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
   return comm.device().is_host() ? buffer_.fault() : Status();

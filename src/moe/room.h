@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a buffer's calls take of its window, in bytes. buffer_room.cc makes sure that it is there.
+// Bytes of the window that a buffer's calls need. buffer_room.cc makes sure that the window has them.
 #pragma once
 
 #include <algorithm>

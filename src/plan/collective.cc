@@ -45,9 +45,8 @@ bool pushes(const ExchangeSize& size) {
 
 // Ranks through which a buffer goes in shares; 1: it goes as a whole.
 uint32_t sharers(const ExchangeSize& size) {
-  const bool is_whole =
-      size.kind == Exchange::kAllReduce ? size.is_one_shot : size.way == ExchangeWay::kLines;
-  return !has_shares(size.kind) || is_whole ? 1 : exchange_owners(size.kind, size.ranks);
+  const bool is_full = size.kind == Exchange::kAllReduce ? size.is_one_shot : size.way == ExchangeWay::kLines;
+  return !has_shares(size.kind) || is_full ? 1 : exchange_owners(size.kind, size.ranks);
 }
 
 uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slice,

@@ -41,8 +41,8 @@ struct ProgramSize {
   uint64_t per_part;    // chunks of a part
   uint32_t num_blocks;
   uint32_t max_slice_bytes;  // 0: as much as a message may have
-  bool
-      has_exact_chunks;  // chunks are equal and their places matter; else they start at multiples of 16 bytes
+  // Chunks are equal and their places matter; else they start at multiples of 16 bytes.
+  bool has_exact_chunks;
   uint64_t message_bytes = 0;  // most of a message; 0: what a slot holds
 };
 

@@ -70,7 +70,6 @@ EngramLayout plan_engram(uint64_t entries_per_rank, uint64_t row_bytes, bool has
                          const ComputeLimits& limits) {
   EngramLayout at{};
   Carver carver;
-  carver.take(entries_per_rank * row_bytes);
   if (has_ports) {
     const uint64_t warps =
         limits.is_cuda ? kPortFetchBlocks * (kFetchThreads / kCudaWarp) : std::max(1u, limits.host_threads);
@@ -78,6 +77,7 @@ EngramLayout plan_engram(uint64_t entries_per_rank, uint64_t row_bytes, bool has
     at.words = carver.take(warps * kLandings * sizeof(uint64_t));
     at.landings = carver.take(warps * kLandings * at.landing_bytes);
   }
+  at.entries = carver.take(entries_per_rank * row_bytes);
   at.end = std::max<uint64_t>(round_up(carver.end(), 16), 16);
   return at;
 }

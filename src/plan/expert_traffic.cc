@@ -55,23 +55,27 @@ Status check(const ExpertTrafficShape& shape) {
 
 // Fills in how long a phase takes. `mapped_trips`, `network_trips`: what one after another waits for.
 void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips, double network_trips) {
+  const auto us = [](uint64_t bytes, double gb_s) { return static_cast<double>(bytes) / gb_s / 1e3; };
   const double latency =
       mapped_trips * machine.mapped_latency_us + network_trips * machine.network_latency_us;
-  const double mapped = static_cast<double>(phase.mapped_bytes) / machine.mapped_gb_s / 1e3;
-  const double network = static_cast<double>(phase.network_bytes) / machine.network_gb_s / 1e3;
-  const double posting = static_cast<double>(phase.num_puts) / machine.million_puts_per_s;
-  const std::pair<double, Bound> longest =
-      std::max({std::pair{mapped, Bound::kMapped}, std::pair{network, Bound::kNetwork},
-                std::pair{posting, Bound::kPuts}});
-  phase.us = latency + longest.first;
-  phase.bound = longest.first < latency ? Bound::kLatency : longest.second;
+  const std::pair mapped{us(phase.mapped_bytes, machine.mapped_gb_s), Bound::kMapped};
+  const std::pair network{us(phase.network_bytes, machine.network_gb_s), Bound::kNetwork};
+  const std::pair posting{static_cast<double>(phase.num_puts) / machine.million_puts_per_s, Bound::kPuts};
+  const std::pair pcie{us(phase.network_bytes, machine.pcie_gb_s), Bound::kPcie};
+  const auto time = [](double steps, const std::pair<double, Bound>& longest) {
+    return PhaseTime{steps + longest.first, longest.first < steps ? Bound::kLatency : longest.second};
+  };
+  phase.in_gpu = time(latency, std::max({mapped, network, posting}));
+  // The sender stores over PCIe before a trip, and the receiver reads after it.
+  const double crossings = 2 * network_trips * machine.pcie_latency_us;
+  phase.in_host = time(latency + crossings, std::max({mapped, network, posting, pcie}));
 }
 
 uint64_t whole(double count) {
   return static_cast<uint64_t>(std::llround(count));
 }
 
-// Puts of `messages` to one island, dealt over batches, as many to a slot as fit: every batch ends with one.
+// Puts of `messages` to one domain, dealt over batches, as many to a slot as fit: every batch ends with one.
 uint64_t ring_puts(double messages, uint32_t batches, uint64_t per_slot) {
   const double of_batch = messages / batches / static_cast<double>(per_slot);
   return batches * std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(of_batch)));
@@ -87,6 +91,8 @@ const char* to_string(Bound bound) {
       return "mapped links";
     case Bound::kNetwork:
       return "network";
+    case Bound::kPcie:
+      return "PCIe";
     case Bound::kPuts:
       return "puts";
   }
@@ -102,7 +108,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   traffic.sms = plan_num_sms(machine.nvlinks, machine.compute_major, machine.limits);
   traffic.piece_bytes = plan_piece_bytes(shape.row_bytes);
   const uint32_t result_piece = plan_combine_piece_bytes(shape.result_bytes);
-  // Rows that a rank stores to ranks of its node: its own tokens', and as a hub those of its rails.
+  // Rows that a rank stores to ranks of its node: its own tokens', and those that it forwards.
   const double stored = double(shape.tokens) * shape.nodes * (shape.ranks_per_node - 1) * to.rank;
   const uint64_t beside = shape.scale_bytes + uint64_t{8} * shape.top_k;
   traffic.dispatch.mapped_bytes = whole(stored * static_cast<double>(shape.row_bytes + beside));
@@ -118,17 +124,17 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
     return traffic;
   }
 
-  IslandPlan islands;  // as plan_islands() would find them, without the matrix of who maps whom
-  islands.island.resize(ranks);
-  islands.count = shape.nodes;
-  islands.widest = shape.ranks_per_node;
-  islands.most_served = others;
+  DomainPlan domains;  // as plan_domains() would find them, without the matrix of who maps whom
+  domains.domain.resize(ranks);
+  domains.count = shape.nodes;
+  domains.widest = shape.ranks_per_node;
+  domains.most_sources = others;
   const HighThroughputControl control = plan_control(ranks, shape.nodes);
   const TwoLevelControl rings =
-      plan_two_level(control.end, control.offsets.record_words, islands, machine.limits);
-  const TwoLevelGrid dispatch = plan_two_level_dispatch(ranks, islands, rings.batches, traffic.piece_bytes,
+      plan_two_level(control.end, control.offsets.record_words, domains, machine.limits);
+  const TwoLevelGrid dispatch = plan_two_level_dispatch(ranks, domains, rings.batches, traffic.piece_bytes,
                                                         traffic.sms, machine.limits);
-  const TwoLevelGrid combine = plan_two_level_combine(islands, rings.batches, traffic.sms, machine.limits);
+  const TwoLevelGrid combine = plan_two_level_combine(domains, rings.batches, traffic.sms, machine.limits);
   traffic.dispatch_grid = dispatch.grid;
   traffic.combine_grid = combine.grid;
   traffic.dispatch_batch_warps = dispatch.batch_warps.count;
@@ -137,9 +143,9 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   traffic.inbox_bytes = rings.end - control.end;
 
   const double crossing = shape.tokens * to.node;  // tokens for one other node
-  const MessageForm form =
-      message_form(shape.row_bytes, shape.scale_bytes / 4, shape.top_k, shape.ranks_per_node);
-  const uint64_t strides[] = {form.stride, sum_stride(shape.result_bytes, shape.top_k)};
+  const ForwardLayout layout =
+      forward_layout(shape.row_bytes, shape.scale_bytes / 4, shape.top_k, shape.ranks_per_node);
+  const uint64_t strides[] = {layout.stride, sum_stride(shape.result_bytes, shape.top_k)};
   TrafficPhase* const phases[] = {&traffic.dispatch, &traffic.combine};
   for (int i = 0; i < 2; ++i) {
     const uint64_t per_slot = rings.offsets.slot_bytes / strides[i];
@@ -166,11 +172,10 @@ FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigur
   const uint64_t near_bytes = whole(to_rank * near * bytes);
   // Slots of ports travel whole.
   const uint64_t chunk = batches.capacity * message.stride;
-  FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk, 0,
-               Bound::kLatency},
+  FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk},
               // Rows that came once for a node go on to its other ranks over mapped links.
               {near_bytes + whole(to_rank * others * near * bytes), whole(to_node * others * stride),
-               uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+               uint64_t{shape.nodes - 1} * batches.count, chunk}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
   time_phase(made.per_node, links, 1, far ? 1 : 0);
   return made;
@@ -189,10 +194,10 @@ FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const Lin
   const uint64_t chunk = batches.capacity * shape.result_bytes;
   // Each put of a note, and those of replies.
   FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes),
-               far * (1 + batches.count), chunk, 0, Bound::kLatency},
-              // What goes to a carrier goes over mapped links.
+               far * (1 + batches.count), chunk},
+              // What goes to a rail peer's window in the domain goes over mapped links.
               {near_bytes + whole(of_rank * others * near * bytes), notes + whole(of_node * others * bytes),
-               far + uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+               far + uint64_t{shape.nodes - 1} * batches.count, chunk}};
   time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
   time_phase(made.per_node, links, 1, far ? 1 : 0);
   return made;

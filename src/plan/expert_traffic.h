@@ -3,7 +3,7 @@
 // The work of an average dispatch or combine over nodes, and its predicted time: grid, chunks, bytes, puts,
 // microseconds.
 //   const ExpertTraffic traffic = plan_high_throughput_traffic(shape, machine);
-//   traffic.dispatch.us, traffic.dispatch.bound
+//   traffic.dispatch.in_gpu.us, traffic.dispatch.in_gpu.bound
 // Tokens choose different experts with equal chances. Decisions are those of the planners that calls use. The time is
 // the longest of the times of each link and of each rail's puts, plus the latency of earlier steps. It leaves out all
 // other work of a kernel, so calls take longer. Pure functions: no device, no environment, no clock.
@@ -35,6 +35,9 @@ struct LinkFigures {
   double mapped_latency_us;
   double network_latency_us;  // a put with signal until the peer sees it
   double million_puts_per_s;
+  // Between a GPU and memory of its host, in each direction.
+  double pcie_gb_s = 1e6;
+  double pcie_latency_us = 0;
 };
 struct MachineFigures : LinkFigures {
   ComputeLimits limits;
@@ -42,8 +45,13 @@ struct MachineFigures : LinkFigures {
   int compute_major;
 };
 
-enum class Bound { kLatency, kMapped, kNetwork, kPuts };
+enum class Bound { kLatency, kMapped, kNetwork, kPcie, kPuts };
 const char* to_string(Bound bound);
+
+struct PhaseTime {
+  double us = 0;
+  Bound bound = Bound::kLatency;  // what takes longest
+};
 
 // The traffic that one rank sends in one direction.
 struct TrafficPhase {
@@ -51,8 +59,9 @@ struct TrafficPhase {
   uint64_t network_bytes;
   uint64_t num_puts;
   uint64_t chunk_bytes;  // of the largest put
-  double us;
-  Bound bound;  // what takes longest
+  // Where what ports write lies in memory of the GPU, and where it lies in memory of the host, so that kernels store
+  // and read it over PCIe.
+  PhaseTime in_gpu = {}, in_host = {};
 };
 
 // Low latency may send a row once for each (token, rank), or once for each (token, node): a dispatch's rows are then read
@@ -60,8 +69,8 @@ struct TrafficPhase {
 struct FanOut {
   TrafficPhase per_rank;
   TrafficPhase per_node;
-  bool is_per_node() const { return per_node.us < per_rank.us; }
-  const TrafficPhase& shorter() const { return is_per_node() ? per_node : per_rank; }
+  bool is_per_domain() const { return per_node.in_gpu.us < per_rank.in_gpu.us; }
+  const TrafficPhase& shorter() const { return is_per_domain() ? per_node : per_rank; }
 };
 
 struct ExpertTraffic {

@@ -60,12 +60,12 @@ uint64_t report_bytes(uint32_t ranks) {
   return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
 }
 
-HighThroughputControl plan_control(uint32_t ranks, uint32_t islands) {
+HighThroughputControl plan_control(uint32_t ranks, uint32_t domains) {
   HighThroughputControl control{};
   HighThroughputOffsets& at = control.offsets;
   Carver carver;
-  const uint32_t island_words = islands > 1 ? islands : 0;
-  at.record_words = round_up(sizeof(CountHeader) / 4 + ranks + kMaxExpertsPerRank + island_words, 32);
+  const uint32_t domain_words = domains > 1 ? domains : 0;
+  at.record_words = round_up(sizeof(CountHeader) / 4 + ranks + kMaxExpertsPerRank + domain_words, 32);
   at.count_signal = carver.take(ranks * 8);
   at.count_record = carver.take(2 * ranks * at.record_words * 4);
   at.rendezvous_signal = carver.take(ranks * 8);
@@ -73,7 +73,7 @@ HighThroughputControl plan_control(uint32_t ranks, uint32_t islands) {
   at.arrived_signal = carver.take(ranks * 8);
   at.combine_signal = carver.take(ranks * 8);
   at.combine_record = carver.take(2 * ranks * sizeof(RendezvousRecord));
-  at.chunk_signal = carver.take(uint64_t{ranks} * kMaxChunks * 8);
+  at.burst_signal = carver.take(uint64_t{ranks} * kMaxBursts * 8);
   control.notify_state = carver.take(sizeof(GridState));
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));

@@ -28,8 +28,8 @@ struct HighThroughputControl {
   uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };
-// More than one island: count records also say what goes to each (kernels/moe/two_level_args.h).
-HighThroughputControl plan_control(uint32_t ranks, uint32_t islands = 1);
+// More than one domain: count records also say what goes to each (kernels/moe/two_level_args.h).
+HighThroughputControl plan_control(uint32_t ranks, uint32_t domains = 1);
 
 struct GridPlan {
   uint32_t blocks;
@@ -49,8 +49,8 @@ struct GridPlan {
 // links as NVIDIA states them, in the same proportion.
 uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits);
 
-// The same of a combine alone, on one island of ranks that map each other: half as many again on Hopper and newer, from 4
-// ranks on (decision 67). `num_sms`: of plan_num_sms().
+// The same of a combine alone, on one domain of ranks that map each other: half as many again on Hopper and newer, from
+// 4 ranks on (decision 67). `num_sms`: of plan_num_sms().
 uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_major,
                               const ComputeLimits& limits);
 

@@ -158,7 +158,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   plan.lines = !wants && may_have_lines(sizes, layout.line_bytes);
   if (sizes.has_ports) plan.word_bytes = port_combine_bytes(sizes, shape);
   const uint32_t warps = warps_per_block(plan, limits);
-  const uint64_t gathered = uint64_t{sizes.node_ranks} * sizes.batches().capacity;
+  const uint64_t gathered = uint64_t{sizes.domain_ranks} * sizes.batches().capacity;
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps, gathered).bytes);
   plan.pieces = 1;
   plan.receive_splits = 1;
@@ -195,7 +195,7 @@ uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
 }
 
 // Messages of a rank to itself fit, and its reduced replies.
-uint64_t low_latency_board_bytes(uint32_t ranks, uint64_t region_bytes) {
+uint64_t low_latency_page_bytes(uint32_t ranks, uint64_t region_bytes) {
   const uint64_t inbox = low_latency_lines_at(ranks, low_latency_half_bytes(ranks, region_bytes), true);
   const uint64_t own = (inbox / ranks + kLineBytes - 1) / kLineBytes * kLineBytes;
   return low_latency_control(ranks).end + 2 * own;

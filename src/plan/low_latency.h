@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "kernels/moe/low_latency_bulk_layout.h"
+#include "kernels/moe/low_latency_layout.h"
 #include "kernels/moe/low_latency_ports.h"
 #include "plan/high_throughput.h"
 
@@ -28,8 +28,9 @@ struct LowLatencySizes {
   uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
   uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
   bool has_ports = false;    // some rank has peers that it does not map: an outbox, no lines, larger batches
-  bool is_watched = false;   // there is a board: a block of every launch watches (low_latency_watch.cuh)
-  uint32_t node_ranks =
+  bool is_watched =
+      false;  // there is a control page: a block of every launch watches (low_latency_watch.cuh)
+  uint32_t domain_ranks =
       0;  // combine: of this rank's node, whose sums cross once (low_latency_ports.h); 0: none do
   uint32_t grid_sms = 0;  // SMs, or host threads, of each launch of the call at most; 0: all
   BulkRows bulk_rows = BulkRows::kPlanned;
@@ -68,9 +69,9 @@ uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports = false);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports);
-// Bytes of a board beside a region of `region_bytes` of ranks with port peers: the control area, and a rank's messages
-// to itself in each half.
-uint64_t low_latency_board_bytes(uint32_t ranks, uint64_t region_bytes);
+// Bytes of a control page beside a region of `region_bytes` of ranks with port peers: the control area, and a rank's
+// messages to itself in each half.
+uint64_t low_latency_page_bytes(uint32_t ranks, uint64_t region_bytes);
 // Bytes of a region in which ranks with port peers can make every call that ranks which map each other make in one of
 // `region_bytes`.
 uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes);

@@ -47,8 +47,9 @@ struct Caps {
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
   // A message costs more than copying a page: small pages travel better packed.
   bool packs_small_pages = false;
-  bool pages_apart = false;   // post_pages() takes another way than writes: no order between the two
-  bool takes_loans = false;   // enroll() takes kLent memory of the host, at next to no cost, and post_lent()
+  bool pages_apart = false;  // post_pages() takes another way than writes: no order between the two
+  // post_temporary(), and enroll() of kTemporary memory of the host at next to no cost.
+  bool takes_temporary = false;
   bool same_host = false;     // reaches processes of this host alone: packs travel through shared memory
   bool same_process = false;  // reaches this process alone
   bool copy_engines =
@@ -82,8 +83,8 @@ enum Access : uint32_t {
   kLocal = 0,  // source of writes, target of own reads
   kRemoteRead = 1,
   kRemoteWrite = 2,
-  kLent = 4,      // for a moment: written and read by post_lent() alone
-  kReadOnly = 8,  // nothing writes to it, this process included: its pages may be such
+  kTemporary = 4,  // for a moment: written and read by post_temporary() alone
+  kReadOnly = 8,   // nothing writes to it, this process included: its pages may be such
 };
 
 struct Range {
@@ -147,7 +148,7 @@ struct Event {
   EventKind kind = EventKind::kDone;
   bool peer_gone =
       false;  // the failure means that the connection is broken, not that the operation was wrong
-  // kFailed: the peer's memory is not lent (any more). What the peer said before has come in earlier events.
+  // kFailed: the peer's registration is over. What the peer said before has come in earlier events.
   bool key_refused = false;
   uint64_t imm = 0;
   Route from =
@@ -191,10 +192,11 @@ class Rail {
     return Posted::kFatal;
   }
 
-  // A write from or to kLent memory, on rails that take loans. Once such memory is released here, nothing is written to it
-  // or read from it any more, also of a write that is in the middle; that one fails over there with key_refused. kDone
-  // only once the bytes are in place. A write from what was released may end the way to the peer.
-  virtual Posted post_lent(const RmaOp& op) { return Posted::kFatal; }
+  // A write from or to kTemporary memory, on rails that take such registrations. Once such memory is released here,
+  // nothing is written to it or read from it any more, also of a write that is in the middle; that one fails over there
+  // with key_refused. kDone only once the bytes are in place. A write from what was released may end the way to the
+  // peer.
+  virtual Posted post_temporary(const RmaOp& op) { return Posted::kFatal; }
 
   // Fills at most `max` events and makes progress, also for peers' operations on our memory.
   virtual size_t poll(Event* events, size_t max) = 0;

@@ -56,8 +56,8 @@ class Builder {
     if (memory) WEFT_TRY(core_.check_own("memory", memory->maker_));
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
-    if (memory && (memory->access() & kLent) && made_->kind_ != OpKind::kWrite)
-      return Status::invalid("memory: got memory that is lent, allowed for {}: registered for longer",
+    if (memory && (memory->access() & kTemporary) && made_->kind_ != OpKind::kWrite)
+      return Status::invalid("memory: got a temporary registration, allowed for {}: a lasting one",
                              to_string(made_->kind_));
     const bool is_target = made_->kind_ == OpKind::kRead || made_->kind_ == OpKind::kRecv;
     if (memory && memory->is_read_only() && is_target)

@@ -288,11 +288,11 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   if (event.kind == EventKind::kFailed && event.peer_gone && !flight.is_orphan)
     lose_path(*flight.peer, flight.rail, event.text);
   if (event.kind == EventKind::kFailed && event.key_refused && flight.transfer)
-    note_loans_end(*flight.transfer);
+    note_revoked(*flight.transfer);
   if (event.kind == EventKind::kFailed && event.key_refused && !flight.is_orphan && !was_asked_back(flight))
     lose_peer(*flight.peer, PeerState::kLost,
               Status(Code::kPeerLost,
-                     "it no longer lends its memory: it has given this engine up, or closed its own"));
+                     "its memory is no longer registered: it has given this engine up, or closed its own"));
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
   count_out(flight, false);
@@ -306,15 +306,15 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   } while (transfer);
 }
 
-// Of a write that was refused: what was lent to it is so no more.
-void Core::note_loans_end(const Transfer& transfer) {
+// After a refused write: the peer's temporary registration is over.
+void Core::note_revoked(const Transfer& transfer) {
   for (uint32_t target = 0; target <= transfer.more_.size(); ++target)
-    if (const auto& remote = transfer.remote(target); remote && (remote->access_ & kLent))
+    if (const auto& remote = transfer.remote(target); remote && (remote->access_ & kTemporary))
       remote->revoked_.store(true, std::memory_order_release);
 }
 
-// Whether the peer has said that it wants the memory of a flight back. A silent peer that no longer lends it does not
-// count this engine among its peers.
+// Whether the peer has said that it wants the memory of a flight back. A silent peer whose registration is over does
+// not count this engine among its peers.
 bool Core::was_asked_back(const Flight& flight) const {
   const auto is_asked = [&](const std::shared_ptr<Remote>& remote) {
     return remote && remote->peer_.get() == flight.peer && remote->is_revoked();

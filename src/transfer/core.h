@@ -149,8 +149,8 @@ class Core {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
   Descriptor describe(const Memory& memory) const;
-  Result<LentKeys> keys(const Memory& memory) const;
-  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const;
+  Result<TemporaryKeys> keys(const Memory& memory) const;
+  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const TemporaryKeys& keys) const;
   Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t key);
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);
@@ -194,14 +194,14 @@ class Core {
   bool poll_rails();
   void on_event(RailState& rail, Event& event);
   void on_flight_end(RailState& rail, Flight& flight, Event& event);
-  static void note_loans_end(const Transfer& transfer);
+  static void note_revoked(const Transfer& transfer);
   bool was_asked_back(const Flight& flight) const;
   void on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event);
   void on_imm_event(const RailState& rail, const Event& event);
   bool is_of(const Peer& peer, const RailState& rail, const Event& event) const;
   uint64_t imm_to(const Peer& peer, uint32_t rail, ImmClass kind, uint32_t imm) const;
   void tick(Clock::time_point now);
-  static bool is_lent(const Transfer& transfer, const Transfer::Piece& piece);
+  static bool is_temporary(const Transfer& transfer, const Transfer::Piece& piece);
   Flight* take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* transfer);
   void free_flight(Flight* flight);
   void orphan(Flight& flight);
@@ -329,8 +329,8 @@ class Core {
   bool is_flushing_ = false;
   std::deque<Arrived> arrived_;
   std::deque<std::shared_ptr<Transfer>> receives_;
-  std::unordered_map<uint64_t, std::shared_ptr<Transfer>> by_ticket_;  // offers and staged writes
-  uint64_t next_ticket_ = 1;
+  std::unordered_map<uint64_t, std::shared_ptr<Transfer>> by_request_;  // offers and staged writes
+  uint64_t next_request_id_ = 1;
 
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   std::vector<Peer*> slots_;

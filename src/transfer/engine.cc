@@ -73,14 +73,15 @@ Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uin
   if (!range.data || range.bytes == 0)
     return Status::invalid("memory: got {} bytes at {}, allowed: 1 byte or more", range.bytes, range.data);
   if ((access & ~uint32_t{kRemoteRead | kRemoteWrite | kReadOnly}) &&
-      access != uint32_t{kRemoteWrite | kLent})
-    return Status::invalid("access: got {}, allowed: local, remote read, remote write, lent for writes",
+      access != uint32_t{kRemoteWrite | kTemporary})
+    return Status::invalid("access: got {}, allowed: local, remote read, remote write, temporary for writes",
                            access);
   if ((access & kReadOnly) && (access & kRemoteWrite))
     return Status::invalid("access: got remote write of memory that is read-only, allowed: remote read");
   for (const RailState& state : core_->rails)
-    if ((access & kLent) && !state.rail->caps().takes_loans)
-      return Status::make(Code::kUnsupported, "memory: {} takes no loans", state.rail->nic().name);
+    if ((access & kTemporary) && !state.rail->caps().takes_temporary)
+      return Status::make(Code::kUnsupported, "memory: {} takes no temporary registrations",
+                          state.rail->nic().name);
   return core_->enroll(range, access);
 }
 
@@ -93,12 +94,13 @@ Result<std::string> Engine::describe(const Memory& memory) const {
   return to_bytes(core_->describe(memory));
 }
 
-Result<LentKeys> Engine::keys(const Memory& memory) const {
+Result<TemporaryKeys> Engine::keys(const Memory& memory) const {
   WEFT_TRY(core_->check_own("memory", memory.maker_));
   return core_->keys(memory);
 }
 
-Result<std::shared_ptr<Remote>> Engine::adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const {
+Result<std::shared_ptr<Remote>> Engine::adopt(const std::shared_ptr<Peer>& peer,
+                                              const TemporaryKeys& keys) const {
   WEFT_TRY(check_handle("peer", peer != nullptr));
   WEFT_TRY(core_->check_own("peer", peer->maker_));
   return core_->adopt(peer, keys);

@@ -37,11 +37,11 @@
 namespace weft::transfer {
 
 using provider::Access;
-using provider::kLent;
 using provider::kLocal;
 using provider::kReadOnly;
 using provider::kRemoteRead;
 using provider::kRemoteWrite;
+using provider::kTemporary;
 
 struct Options {
   std::shared_ptr<provider::Provider> provider;
@@ -124,12 +124,12 @@ class Engine {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   // Bytes that let a connected peer attach. Errors: kInvalid for memory without remote access.
   Result<std::string> describe(const Memory& memory) const;
-  // For kLent memory, without a round trip: the caller sends keys() to the peer by its own way, and adopt() there makes
-  // a Remote of it, as attach() does. unregister() takes the memory back without telling the peer. Nothing is written
-  // to it from then on; a later write fails at the peer, and is_revoked() of its Remote is then true. Errors: kInvalid,
-  // kUnsupported for more than LentKeys::kRailsMax rails.
-  Result<LentKeys> keys(const Memory& memory) const;
-  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const;
+  // For kTemporary memory, without a round trip: the caller sends keys() to the peer by its own way, and adopt() there
+  // makes a Remote of it, as attach() does. unregister() takes the memory back without telling the peer. Nothing is
+  // written to it from then on; a later write fails at the peer, and is_revoked() of its Remote is then true. Errors:
+  // kInvalid, kUnsupported for more than TemporaryKeys::kRailsMax rails.
+  Result<TemporaryKeys> keys(const Memory& memory) const;
+  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const TemporaryKeys& keys) const;
   // Takes the memory back: peers that attached it are told and confirm, after which none can touch it.
   // Errors: kPeerLost names peers that did not confirm until the deadline; the memory is unregistered in any
   // case.

@@ -271,7 +271,7 @@ class Transfer {
   bool waiting_ = false;  // in the core's list of transfers with unposted pieces
   bool cancelled_ = false;
   bool notices_open_ = false;  // everything else is delivered
-  bool is_offered_ = false;    // a receive that reads what ticket_ offers
+  bool is_offered_ = false;    // a receive that reads what request_id_ offers
   uint32_t imm_key_ = 0;       // counter_key()
   uint64_t maker_ = 0;
   Notify notify_ = Notify::kOnce;
@@ -286,7 +286,7 @@ class Transfer {
   std::vector<uint32_t> notices_;  // targets that get their immediate once everything else is delivered
   size_t next_piece_ = 0, next_notice_ = 0;
   uint32_t in_flight_ = 0;
-  uint64_t ticket_ = 0;
+  uint64_t request_id_ = 0;
   uint32_t packs_left_ = 0;  // answers of the peer still to come: packed writes, a long send
   std::string payload_;      // a short send
   std::vector<provider::Registration> offered_;  // a long send

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory: what this engine registers and lends, and what peers lend to it.
+// Memory: registrations of this engine, and those of peers that it may use.
 #include <algorithm>
 #include <cstring>
 
@@ -49,26 +49,27 @@ Descriptor Core::describe(const Memory& memory) const {
   return {id, memory.id_, memory.secret_, memory.range_.bytes, memory.access_};
 }
 
-Result<LentKeys> Core::keys(const Memory& memory) const {
-  if (!(memory.access_ & kLent) || !memory.is_registered())
-    return Status::invalid("memory: got memory that is not lent, allowed: registered as kLent");
-  if (memory.rails_.size() > LentKeys::kRailsMax)
+Result<TemporaryKeys> Core::keys(const Memory& memory) const {
+  if (!(memory.access_ & kTemporary) || !memory.is_registered())
+    return Status::invalid("memory: got a lasting registration, allowed: one with kTemporary");
+  if (memory.rails_.size() > TemporaryKeys::kRailsMax)
     return Status::make(Code::kUnsupported, "memory on {} rails, allowed: 1 to {}", memory.rails_.size(),
-                        LentKeys::kRailsMax);
-  LentKeys keys;
+                        TemporaryKeys::kRailsMax);
+  TemporaryKeys keys;
   keys.bytes = memory.bytes();
   for (const provider::Registration& made : memory.rails_) keys.keys[keys.rails++] = {made.base, made.rkey};
   return keys;
 }
 
-Result<std::shared_ptr<Remote>> Core::adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const {
-  if (keys.rails > LentKeys::kRailsMax || keys.rails != peer->address_.rails.size())
+Result<std::shared_ptr<Remote>> Core::adopt(const std::shared_ptr<Peer>& peer,
+                                            const TemporaryKeys& keys) const {
+  if (keys.rails > TemporaryKeys::kRailsMax || keys.rails != peer->address_.rails.size())
     return Status::invalid("keys: peer '{}' gave keys for {} rails, it has {}", peer->name(), keys.rails,
                            peer->address_.rails.size());
   auto remote = std::make_shared<Remote>();
   remote->peer_ = peer;
   remote->bytes_ = keys.bytes;
-  remote->access_ = kRemoteWrite | kLent;
+  remote->access_ = kRemoteWrite | kTemporary;
   remote->rails_.assign(keys.keys, keys.keys + keys.rails);
   return remote;
 }
@@ -119,7 +120,7 @@ Status Core::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
 Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline until) {
   WEFT_TRY_ASSIGN(const Descriptor descriptor, parse_descriptor(bytes));
   auto pending = std::make_shared<PendingAttach>();
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   {
     HoldToken hold(token);
     if (is_closed()) return closed_status();
@@ -133,17 +134,17 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
       if (auto remote = known->second.lock();
           remote && !remote->is_revoked() && same_secret(remote->secret_, descriptor.secret))
         return remote;
-    ticket = next_ticket_++;
+    request_id = next_request_id_++;
     pending->region = descriptor.region;
     pending->secret = descriptor.secret;
-    attaches_[ticket] = pending;
+    attaches_[request_id] = pending;
     send_message(*pending->peer, MessageType::kAttach,
-                 to_body(Attach{ticket, descriptor.region, descriptor.secret}));
+                 to_body(Attach{request_id, descriptor.region, descriptor.secret}));
   }
   const bool came =
       wait(until, [&] { return pending->is_answered.load(std::memory_order_acquire) || is_closed(); });
   HoldToken hold(token);
-  attaches_.erase(ticket);
+  attaches_.erase(request_id);
   if (is_closed()) return closed_status();
   if (!came)
     return Status::make(Code::kPeerLost, "transfer.attach: no answer of peer '{}' in time",
@@ -154,7 +155,7 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
 
 void Core::on_attach(Peer& peer, const Attach& attach) {
   Attached answer;
-  answer.ticket = attach.ticket;
+  answer.request_id = attach.request_id;
   const auto found = regions_.find(attach.region);
   if (found == regions_.end() || !found->second.memory->is_registered()) {
     answer.refusal = "its owner has taken it back";
@@ -174,7 +175,7 @@ void Core::on_attach(Peer& peer, const Attach& attach) {
 }
 
 void Core::on_attached(const Attached& attached) {
-  const auto found = attaches_.find(attached.ticket);
+  const auto found = attaches_.find(attached.request_id);
   if (found == attaches_.end()) return;
   PendingAttach& pending = *found->second;
   Peer& peer = *pending.peer;

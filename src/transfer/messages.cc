@@ -193,8 +193,8 @@ void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, st
       return use(parse_offer(body), [&](const Offer& offer) { take_in({peer, "", true, offer}); });
     case MessageType::kTaken:
       return use(parse_outcome(body), [&](const Outcome& outcome) {
-        const auto found = by_ticket_.find(outcome.ticket);
-        if (found == by_ticket_.end() || found->second->peer_ != peer) return;
+        const auto found = by_request_.find(outcome.request_id);
+        if (found == by_request_.end() || found->second->peer_ != peer) return;
         const std::shared_ptr<Transfer> transfer = found->second;
         transfer->packs_left_ = 0;
         if (outcome.refusal.empty()) return settle(*transfer);

@@ -228,7 +228,7 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
   const std::shared_ptr<Transfer> keep = std::move(transfer.self_);
   if (transfer.kind_ == OpKind::kSend) {
     release_offer(transfer);
-    by_ticket_.erase(transfer.ticket_);
+    by_request_.erase(transfer.request_id_);
   }
   if (transfer.kind_ == OpKind::kRecv && phase != Phase::kDone)
     receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
@@ -255,7 +255,7 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
   // Last: a path that breaks here ends whatever is still listed.
   if (transfer.kind_ == OpKind::kRecv && transfer.is_offered_ && transfer.peer_->is_alive())
     send_message(*transfer.peer_, MessageType::kTaken,
-                 to_body(Outcome{transfer.ticket_, 0, transfer.status_.message()}));
+                 to_body(Outcome{transfer.request_id_, 0, transfer.status_.message()}));
 }
 
 void Core::on_done(Transfer& transfer, std::function<void(const Status&)> callback) {

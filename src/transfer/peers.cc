@@ -11,7 +11,7 @@ namespace weft::transfer {
 namespace {
 
 constexpr size_t kSpentMax = 4096;
-constexpr size_t kNoncesKept = 64;
+constexpr size_t kKnownNonces = 64;
 constexpr auto kHelloEvery = std::chrono::milliseconds(100);
 constexpr auto kLookEvery = std::chrono::milliseconds(50);
 constexpr auto kLastWords = std::chrono::milliseconds(150);  // for what a peer sent before its process ended
@@ -313,7 +313,7 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     if (!transfer->is_finished())
       fail(*transfer, Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}",
                                    to_string(transfer->kind_), peer.name(), why.message(), progress));
-  for (auto& [ticket, pending] : attaches_) {
+  for (auto& [request_id, pending] : attaches_) {
     if (pending->peer.get() != &peer) continue;
     pending->status =
         Status::make(Code::kPeerLost, "transfer.attach: peer '{}' is lost: {}", peer.name(), why.message());
@@ -384,7 +384,7 @@ void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
 void Core::send_handshake(Peer& peer, MessageType type) {
   if (type == MessageType::kHello) {
     peer.nonces_.push_back(random_nonce());
-    if (peer.nonces_.size() > kNoncesKept) peer.nonces_.pop_front();
+    if (peer.nonces_.size() > kKnownNonces) peer.nonces_.pop_front();
   }
   const std::string body = hello_body(peer, type);
   for (uint32_t rail = 0; rail < peer.paths_.size(); ++rail) send_message(peer, type, body, nullptr, rail);

@@ -3,7 +3,7 @@
 // PoolAllocator keeps freed objects of one type in a list per thread: make_shared without malloc once it is
 // warm.
 //   std::allocate_shared<Transfer>(PoolAllocator<Transfer>());
-// A thread keeps at most kKept of them; what it frees beyond goes back to the system. Threads: any; an object
+// A thread keeps at most kCached of them; what it frees beyond goes back to the system. Threads: any; an object
 // may be freed by another thread than the one that made it.
 #pragma once
 
@@ -22,16 +22,16 @@ class PoolAllocator {
   PoolAllocator(const PoolAllocator<U>&) {}
 
   T* allocate(size_t count) {
-    std::vector<void*>& kept = list().kept;
-    if (count != 1 || kept.empty()) return static_cast<T*>(::operator new(count * sizeof(T)));
-    void* place = kept.back();
-    kept.pop_back();
+    std::vector<void*>& cached = list().cached;
+    if (count != 1 || cached.empty()) return static_cast<T*>(::operator new(count * sizeof(T)));
+    void* place = cached.back();
+    cached.pop_back();
     return static_cast<T*>(place);
   }
   void deallocate(T* place, size_t count) {
     List& mine = list();
-    if (count != 1 || mine.is_gone || mine.kept.size() >= kKept) return ::operator delete(place);
-    mine.kept.push_back(place);
+    if (count != 1 || mine.is_gone || mine.cached.size() >= kCached) return ::operator delete(place);
+    mine.cached.push_back(place);
   }
   template <class U>
   bool operator==(const PoolAllocator<U>&) const {
@@ -39,14 +39,14 @@ class PoolAllocator {
   }
 
  private:
-  static constexpr size_t kKept = 1024;
+  static constexpr size_t kCached = 1024;
   struct List {
-    std::vector<void*> kept;
+    std::vector<void*> cached;
     bool is_gone = false;  // the thread is ending
     ~List() {
       is_gone = true;
-      for (void* place : kept) ::operator delete(place);
-      kept.clear();
+      for (void* place : cached) ::operator delete(place);
+      cached.clear();
     }
   };
   static List& list() {

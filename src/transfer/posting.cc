@@ -100,7 +100,7 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   const size_t left = transfer.pieces() - transfer.next_piece_;
   if (left < 2 || transfer.kind_ != OpKind::kWrite) return 1;
   const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
-  if (is_lent(transfer, first)) return 1;
+  if (is_temporary(transfer, first)) return 1;
   const Peer& peer = peer_of(transfer, first.target);
   const uint32_t rail = rail_to(peer, first.rail);
   const uint32_t limit = std::min(kPagesPerPost, rails[rail].rail->pages_per_post(peer.paths_[rail].route));
@@ -117,9 +117,9 @@ uint32_t Core::page_run(const Transfer& transfer) const {
 }
 
 // Either end: what must be able to stop.
-bool Core::is_lent(const Transfer& transfer, const Transfer::Piece& piece) {
+bool Core::is_temporary(const Transfer& transfer, const Transfer::Piece& piece) {
   const std::shared_ptr<Remote>& remote = transfer.remote(piece.target);
-  return ((transfer.memory_->access_ | remote->access_) & kLent) != 0;
+  return ((transfer.memory_->access_ | remote->access_) & kTemporary) != 0;
 }
 
 provider::Piece Core::wire_piece(const Transfer& transfer, const Transfer::Piece& piece,
@@ -133,7 +133,7 @@ provider::Piece Core::wire_piece(const Transfer& transfer, const Transfer::Piece
 // One small write without an immediate, not posted yet, over a rail that carries several as one message.
 bool Core::can_gather(const Transfer& transfer) const {
   if (transfer.kind_ != OpKind::kWrite || transfer.phase() != Phase::kQueued || transfer.pieces() != 1 ||
-      transfer.has_imm_ || is_lent(transfer, transfer.first_) || transfer.next_piece_ > 0 ||
+      transfer.has_imm_ || is_temporary(transfer, transfer.first_) || transfer.next_piece_ > 0 ||
       transfer.bytes() > kGatheredBytesMax)
     return false;
   const Peer& peer = *transfer.remote_->peer_;
@@ -246,7 +246,7 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   op.delivered = transfer.delivered_;
   op.context = flight;
   if (transfer.kind_ != OpKind::kWrite) return book(flight, rail.post_read(op));
-  return book(flight, is_lent(transfer, piece) ? rail.post_lent(op) : rail.post_write(op));
+  return book(flight, is_temporary(transfer, piece) ? rail.post_temporary(op) : rail.post_write(op));
 }
 
 // The immediate of a target whose bytes are all delivered.

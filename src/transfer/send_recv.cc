@@ -27,7 +27,7 @@ void Core::start_send(Transfer& transfer) {
                              "send: {} bytes of device memory that no NIC reaches, allowed: up to {} bytes; "
                              "write them instead",
                              transfer.bytes(), message_bytes_ - kHeadBytes));
-  Offer offer{next_ticket_++, transfer.bytes(), {}};
+  Offer offer{next_request_id_++, transfer.bytes(), {}};
   provider::Range range = memory.range_;
   range.data = from;
   range.bytes = transfer.bytes();
@@ -40,9 +40,9 @@ void Core::start_send(Transfer& transfer) {
     transfer.offered_.push_back(*made);
     offer.rails.push_back({made->base, made->rkey});
   }
-  transfer.ticket_ = offer.ticket;
+  transfer.request_id_ = offer.request_id;
   transfer.packs_left_ = 1;
-  by_ticket_[offer.ticket] = transfer.self_;
+  by_request_[offer.request_id] = transfer.self_;
   send_message(*transfer.peer_, MessageType::kOffer, to_body(offer));
 }
 
@@ -70,7 +70,7 @@ void Core::match(Transfer& receive, Arrived arrived) {
                                  arrived.peer->name(), came, receive.bytes());
     if (arrived.is_offer)
       send_message(*arrived.peer, MessageType::kTaken,
-                   to_body(Outcome{arrived.offer.ticket, 0, status.message()}));
+                   to_body(Outcome{arrived.offer.request_id, 0, status.message()}));
     return fail(receive, std::move(status));
   }
   receive.bytes_.store(came, std::memory_order_relaxed);
@@ -83,7 +83,7 @@ void Core::match(Transfer& receive, Arrived arrived) {
 
 void Core::read_offer(Transfer& receive, Peer& peer, const Offer& offer) {
   receive.is_offered_ = true;
-  receive.ticket_ = offer.ticket;
+  receive.request_id_ = offer.request_id;
   if (receive.memory_->is_staged())
     return fail(receive, Status::make(Code::kUnsupported,
                                       "recv: {} bytes into device memory that no NIC reaches; let "

@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kPackPiecesMin = 8;              // fewer pages travel as they are
 constexpr uint64_t kPackPageBytesMax = 32 << 10;  // longer ones too
 constexpr uint32_t kPiecesPerPack = 1024;
-constexpr size_t kTicketsKept = 4096;
+constexpr size_t kKnownRequests = 4096;
 constexpr size_t kPrefetchedLines = 16;
 
 // The beginning of a page that is copied next: the processor finds no page in a random order by itself.
@@ -81,12 +81,12 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
     const Remote& remote = *transfer.remote(target);
     if (remote.peer_.get() != &peer) continue;
     std::vector<Pack> packs;
-    const uint64_t ticket = core_.next_ticket_++;
+    const uint64_t request_id = core_.next_request_id_++;
     uint64_t room = 0;
     auto open_pack = [&] {
       packs.emplace_back();
       packs.back().transfer = shared;
-      packs.back().head.ticket = ticket;
+      packs.back().head.request_id = request_id;
       room = out.grant.slot_bytes - kPackHeadBytes;
     };
     open_pack();
@@ -265,7 +265,7 @@ void Staging::on_post_failed(Peer& peer, uint32_t index, Transfer& transfer) {
 void Staging::on_done(Peer& peer, const Outcome& outcome) {
   if (!peer.stage_out_ || outcome.slot >= peer.stage_out_->slots.size()) return;
   Slot& slot = peer.stage_out_->slots[outcome.slot];
-  if (slot.use != Slot::Use::kPosted || slot.pack.head.ticket != outcome.ticket) return;
+  if (slot.use != Slot::Use::kPosted || slot.pack.head.request_id != outcome.request_id) return;
   const Pack pack = std::move(slot.pack);
   const std::shared_ptr<Transfer>& transfer = pack.transfer;
   slot.pack = {};
@@ -428,13 +428,14 @@ void Staging::finish_placing(Peer& peer, const PackHead& head, uint32_t slot, co
   if (status.ok() && head.has_imm) {
     if (head.imm_each) core_.count_imm(peer, head.imm_id, head.imm_each);
     auto& seen = peer.stage_in_->packs_seen;
-    if (++seen[head.ticket] == head.packs) {
-      seen.erase(head.ticket);
+    if (++seen[head.request_id] == head.packs) {
+      seen.erase(head.request_id);
       if (head.imm_last) core_.count_imm(peer, head.imm_id, head.imm_last);
     }
-    if (seen.size() > kTicketsKept) seen.erase(seen.begin());  // of writes that failed half way
+    if (seen.size() > kKnownRequests) seen.erase(seen.begin());  // of writes that failed half way
   }
-  core_.send_message(peer, MessageType::kStageDone, to_body(Outcome{head.ticket, slot, status.message()}));
+  core_.send_message(peer, MessageType::kStageDone,
+                     to_body(Outcome{head.request_id, slot, status.message()}));
 }
 
 }  // namespace weft::transfer

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Packed writes: many small pages, or device memory that no NIC reaches, travel as large writes into slots
-// that the receiver lends, and the receiver puts them in place.
+// of the receiver, which puts them in place.
 //
 //   sender: gather pages into a slot's twin -> one write with an immediate (class stage, id = slot)
 //   receiver: check every piece against what this peer attached -> copy -> count the user's immediate ->
 //   "slot done"
 //
-// On one host the slots are shared memory: the sender gathers straight into them and writes the immediate
-// alone.
-// Several slots are in flight, so that gathering, sending and placing overlap. A staged transfer is done
+// On one host the slots are shared memory: the sender gathers straight into them and writes only
+// the immediate. Several slots are in flight, so that gathering, sending and placing overlap. A staged transfer is done
 // when its pages are in place over there. A pack is written as a whole or, if one piece is refused, not at
 // all. Threads: the holder of the token.
 #pragma once
@@ -58,7 +57,7 @@ struct Peer::StageIn {
   uint32_t slots = 0, slot_bytes = 0;
   std::vector<provider::Registration> rails;
   std::vector<uint64_t> last_turn;          // per slot: an immediate that arrives twice is told by it
-  std::map<uint64_t, uint32_t> packs_seen;  // by ticket
+  std::map<uint64_t, uint32_t> packs_seen;  // by request id
   struct Placing {
     uint32_t slot;
     PackHead head;

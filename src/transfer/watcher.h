@@ -3,8 +3,9 @@
 // Watches numbers that kernels write: a kernel stores how far it is, a callback starts the transfer of what
 // is ready.
 //   Watcher watcher({.cpu = 3});
-//   std::shared_ptr<Watch> watch = *watcher.watch([](uint64_t was, uint64_t is) { start_layers(was, is);
-//   return true; }); kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
+//   const auto start = [](uint64_t was, uint64_t is) { start_layers(was, is); return true; };
+//   std::shared_ptr<Watch> watch = *watcher.watch(start);
+//   kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
 // Level-triggered: values in between may be skipped, the last one never is; the first value is 0. The
 // callback runs on the watcher's thread and ends the watch by returning false. Memory: one page of 512
 // numbers per allocation, pinned and mapped when `device` is given. Threads: every method from any, also from

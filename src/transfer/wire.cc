@@ -301,12 +301,12 @@ Result<Hello> parse_hello(std::string_view body) {
 }
 
 std::string to_body(const Attach& attach) {
-  return Writer().put(attach.ticket).put(attach.region).raw(attach.secret.data(), 16).take();
+  return Writer().put(attach.request_id).put(attach.region).raw(attach.secret.data(), 16).take();
 }
 Result<Attach> parse_attach(std::string_view body) {
   Reader in(body);
   Attach attach;
-  in.get(attach.ticket);
+  in.get(attach.request_id);
   in.get(attach.region);
   in.raw(attach.secret.data(), 16);
   return finish(in, "attach", attach);
@@ -314,13 +314,13 @@ Result<Attach> parse_attach(std::string_view body) {
 
 std::string to_body(const Attached& a) {
   Writer out;
-  out.put(a.ticket).text(a.refusal).put(a.bytes).put(a.access).put<uint8_t>(a.must_stage);
+  out.put(a.request_id).text(a.refusal).put(a.bytes).put(a.access).put<uint8_t>(a.must_stage);
   return out.keys(a.rails).take();
 }
 Result<Attached> parse_attached(std::string_view body) {
   Reader in(body);
   Attached a;
-  in.get(a.ticket);
+  in.get(a.request_id);
   a.refusal = in.text(kTextBytesMax);
   in.get(a.bytes);
   in.get(a.access);
@@ -330,24 +330,24 @@ Result<Attached> parse_attached(std::string_view body) {
 }
 
 std::string to_body(const Offer& offer) {
-  return Writer().put(offer.ticket).put(offer.bytes).keys(offer.rails).take();
+  return Writer().put(offer.request_id).put(offer.bytes).keys(offer.rails).take();
 }
 Result<Offer> parse_offer(std::string_view body) {
   Reader in(body);
   Offer offer;
-  in.get(offer.ticket);
+  in.get(offer.request_id);
   in.get(offer.bytes);
   in.keys(offer.rails);
   return finish(in, "offer", std::move(offer));
 }
 
 std::string to_body(const Outcome& outcome) {
-  return Writer().put(outcome.ticket).put(outcome.slot).text(outcome.refusal).take();
+  return Writer().put(outcome.request_id).put(outcome.slot).text(outcome.refusal).take();
 }
 Result<Outcome> parse_outcome(std::string_view body) {
   Reader in(body);
   Outcome outcome;
-  in.get(outcome.ticket);
+  in.get(outcome.request_id);
   in.get(outcome.slot);
   outcome.refusal = in.text(kTextBytesMax);
   return finish(in, "outcome", std::move(outcome));
@@ -419,7 +419,7 @@ uint64_t pack_bytes(size_t pieces, uint64_t payload_bytes) {
 
 void write_pack_head(char* slot, const PackHead& head) {
   Writer out;
-  out.put(kMessageMagic).put<uint32_t>(head.has_imm).put(head.ticket).put(head.pack).put(head.packs);
+  out.put(kMessageMagic).put<uint32_t>(head.has_imm).put(head.request_id).put(head.pack).put(head.packs);
   out.put(head.imm_id).put(head.imm_each).put(head.imm_last);
   out.put<uint32_t>(static_cast<uint32_t>(head.pieces.size())).put(head.turn);
   for (const PackedPiece& piece : head.pieces) out.put(piece.region).put(piece.offset).put(piece.bytes);
@@ -432,7 +432,7 @@ Result<PackHead> parse_pack(std::string_view slot) {
   if (in.get<uint32_t>() != kMessageMagic) return Status::invalid("pack: the slot holds none");
   PackHead head;
   head.has_imm = in.get<uint32_t>() != 0;
-  in.get(head.ticket);
+  in.get(head.request_id);
   in.get(head.pack);
   in.get(head.packs);
   in.get(head.imm_id);

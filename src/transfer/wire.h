@@ -101,15 +101,15 @@ struct RailKey {
   uint64_t rkey = 0;
 };
 
-// The keys by which a peer writes to lent memory without attach(): Engine::keys(), Engine::adopt().
-struct LentKeys {
+// The keys by which a peer writes to a temporary registration without attach(): Engine::keys(), Engine::adopt().
+struct TemporaryKeys {
   static constexpr uint32_t kRailsMax = 3;
   uint64_t bytes = 0;  // of the memory
   uint32_t rails = 0;  // 0: the memory was taken back meanwhile
   uint32_t reserved = 0;
   RailKey keys[kRailsMax];
 };
-static_assert(sizeof(LentKeys) == 64);
+static_assert(sizeof(TemporaryKeys) == 64);
 
 enum class MessageType : uint8_t {
   kHello = 1,
@@ -162,12 +162,12 @@ struct Hello {  // also kWelcome
   Proof proof{};               // prove_hello() of all that and the head
 };
 struct Attach {
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   uint64_t region = 0;
   Secret secret{};
 };
 struct Attached {
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   std::string refusal;  // empty: granted
   uint64_t bytes = 0;
   uint32_t access = 0;
@@ -175,12 +175,12 @@ struct Attached {
   std::vector<RailKey> rails;
 };
 struct Offer {  // a long send: the receiver reads it
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   uint64_t bytes = 0;
   std::vector<RailKey> rails;
 };
 struct Outcome {  // kTaken, kStageDone
-  uint64_t ticket = 0;
+  uint64_t request_id = 0;
   uint32_t slot = 0;
   std::string refusal;
 };
@@ -203,13 +203,13 @@ struct PackedPiece {
 };
 // Head of a staging slot; the pieces' bytes follow one another right behind it.
 struct PackHead {
-  uint64_t ticket = 0;  // the transfer, at its sender
-  uint32_t pack = 0;    // of `packs`
+  uint64_t request_id = 0;  // the transfer, at its sender
+  uint32_t pack = 0;        // of `packs`
   uint32_t packs = 0;
   bool has_imm = false;
   uint32_t imm_id = 0;
   uint32_t imm_each = 0;  // count so many once this pack is in place
-  uint32_t imm_last = 0;  // count so many once all packs of the ticket are
+  uint32_t imm_last = 0;  // count so many once all packs of the request are
   uint64_t turn = 0;      // grows with every use of a slot, from 1
   std::vector<PackedPiece> pieces;
 };

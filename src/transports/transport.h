@@ -66,6 +66,7 @@ struct WindowView {
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
   Device place = {};                  // whose memory `local` is: the rank's device, or the host
+  uint64_t port_bytes = 0;  // the first so many are what port peers reach
   // Where the window has a host part: so many bytes of it, which begin so far before `local`; and whether what ports put
   // beside words and records goes to `place`, and not to the host part.
   uint64_t host_bytes = 0;
@@ -177,19 +178,19 @@ class Link {
   // Short: it runs under a lock.
   virtual void on_lost(std::function<void(int peer, const std::string& how)> tell) {}
 
-  // ---- memory that is lent for a while, on the host ----
-  // Whether lending costs little beside sending some hundred KiB; the same on all ranks that have this link.
-  virtual bool lends() const { return false; }
-  // Kernels may put from this memory of the process, and peers that a kernel tells of the loan may put to it, until
-  // reclaim(). Returns the loan: a number above 0. Errors: kUnsupported, kCapacity, kSystem. Threads: any.
-  virtual Result<uint32_t> lend(std::byte* /*memory*/, uint64_t /*bytes*/) {
-    return Status::make(Code::kUnsupported, "this transport takes no loans");
+  // ---- temporary registrations of memory, on the host ----
+  // Whether a registration costs little against sending some hundred KiB; the same on all ranks that have this link.
+  virtual bool takes_temporary() const { return false; }
+  // Kernels may put from this memory of the process, and peers to which a kernel announces it may put to it, until
+  // reclaim(). Returns the registration: a number above 0. Errors: kUnsupported, kCapacity, kSystem. Threads: any.
+  virtual Result<uint32_t> register_temporary(std::byte* /*memory*/, uint64_t /*bytes*/) {
+    return Status::make(Code::kUnsupported, "this transport takes no temporary registrations");
   }
   // Takes the memory back: afterwards the network does not touch it, whatever was under way. `is_done`: all peers
   // that were told of it are known to be done with it; else queued writes are waited for, a second at most, and a
   // peer that was not sent everything is lost.
   // Threads: any.
-  virtual void reclaim(const std::vector<uint32_t>& /*loans*/, bool /*is_done*/) {}
+  virtual void reclaim(const std::vector<uint32_t>& /*registrations*/, bool /*is_done*/) {}
 };
 
 class Transport {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stranger beside a running job: does to its doors what a process without the secret can, again and again, until its
-// standard input ends. For the line `report` it prints what it did since the last one, and how often it was let in.
+// A stranger beside a running job: does to its listeners what a process without the secret can, again and again, until
+// its standard input ends. For the line `report` it prints what it did since the last one, and how often it was let in.
 //   weft_attacker < targets        port 127.0.0.1:4711 | shm weft-17-4711-99 | datagrams NAME | clear | report
-// `weft chaos --attacker` names the doors of its ranks so. A port is libfabric's, that of page streams or a bootstrap's:
-// the greeting tells. As root it knocks at doors of the host as nobody, since they trust the same user.
+// `weft chaos --attacker` names the listeners of its ranks so. A port is libfabric's, that of page streams or a
+// bootstrap's: the greeting tells. As root it connects to listeners of the host as nobody, since they trust the same
+// user.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -25,7 +26,7 @@
 
 #include "base/file_descriptor.h"
 #include "base/log.h"
-#include "bootstrap/door.h"
+#include "bootstrap/listener.h"
 #include "providers/fabric/address.h"
 #include "providers/fabric/page_streams.h"
 #include "tests/support/stranger.h"
@@ -113,9 +114,9 @@ bool claim_without_secret(Stream& stream, Greeting greeting) {
 
 // ---- messages of libfabric
 
-class Knocker {
+class Attempts {
  public:
-  Knocker(const std::string& kind, Tally& tally) : kind_(kind), tally_(tally) {}
+  Attempts(const std::string& kind, Tally& tally) : kind_(kind), tally_(tally) {}
 
   // `own_part`: makes the victim's address of this stranger's own.
   void attack(const std::function<std::string(const std::string&)>& address_from) {
@@ -193,7 +194,7 @@ class Knocker {
   int uses_ = 0;
 };
 
-// ---- doors of the host
+// ---- listeners of the host
 
 // Random bytes to a rank's socket, some with descriptors, of which one makes close() wait.
 void send_datagram(const std::string& name, Tally& tally) {
@@ -227,7 +228,7 @@ void send_datagram(const std::string& name, Tally& tally) {
     tally.datagrams += ::sendmsg(from.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
 }
 
-// What a child without root's rights does on the host, a name of a door at a time.
+// What a child without root's rights does on the host, a name of a listener at a time.
 class OtherUser {
  public:
   explicit OtherUser(Tally& tally) {
@@ -371,7 +372,7 @@ class Attacker {
 
   Tally& tally_;
   OtherUser other_;
-  Knocker tcp_, shm_;
+  Attempts tcp_, shm_;
   std::vector<std::pair<std::string, std::string>> targets_;
   std::deque<FileDescriptor> held_;
 };

@@ -174,7 +174,7 @@ struct Mlx5Fixture {
   }
 };
 
-// The same with queues in memory that the device lends the NIC, by commands to it.
+// The same with queues in memory that the device exports to the NIC, by commands to it.
 struct DeviceQueueFixture {
   static constexpr const char* kName = "ibgda";
   static constexpr const char* kTransport = kName;

@@ -50,7 +50,7 @@ TEST_P(IbgdaPosts, AMillionOperationsArriveInOrder) {
   result("million.seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
-// A put that takes eight entries, and its signal: nine entries, one doorbell. Meetings have one of each.
+// A put that takes eight entries, and its signal: nine entries, one doorbell. Rendezvous have one of each.
 TEST_P(IbgdaPosts, ABatchRingsOnce) {
   use({.seed = 73, .put_shift = 9}, "64");
   on_loops([&](ChannelLoop& loop, int rank) {
@@ -58,14 +58,14 @@ TEST_P(IbgdaPosts, ABatchRingsOnce) {
     const Posted before = posted(loop.window(), rank);
     ASSERT_EQ(loop.run(load).status().message(), "") << "rank " << rank;
     const Posted after = posted(loop.window(), rank);
-    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, meetings = 2 * load.repeats;
-    EXPECT_EQ(after.entries - before.entries, 9 * calls + meetings);
-    EXPECT_EQ(after.doorbells - before.doorbells, calls + meetings);
+    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, rendezvous = 2 * load.repeats;
+    EXPECT_EQ(after.entries - before.entries, 9 * calls + rendezvous);
+    EXPECT_EQ(after.doorbells - before.doorbells, calls + rendezvous);
     if (rank != 0) return;
     result("batches.calls", static_cast<double>(calls));
     result("batches.entries_of_a_call", 9);
     result("batches.doorbells_of_a_call",
-           static_cast<double>(after.doorbells - before.doorbells - meetings) / static_cast<double>(calls));
+           static_cast<double>(after.doorbells - before.doorbells - rendezvous) / static_cast<double>(calls));
   });
 }
 
@@ -215,7 +215,8 @@ TEST_P(IbgdaPosts, LowLatencyRoundsComeBack) {
   }
 }
 
-// What a NIC would be lent of windows: all of a range, also after it has grown. Needs a driver that exports memory.
+// What would be exported of windows to a NIC: all of a range, also after it has grown. Needs a driver that exports
+// memory.
 TEST(IbgdaWindows, TheDriverExportsThemAlsoAfterTheyHaveGrown) {
   const auto driver = cuda_driver();
   if (!driver.ok()) GTEST_SKIP() << driver.status().message();
@@ -227,9 +228,9 @@ TEST(IbgdaWindows, TheDriverExportsThemAlsoAfterTheyHaveGrown) {
   result("windows.ordered", (*rooms)->no_order().empty());
   for (uint64_t segment = 1; segment <= 3; ++segment) {
     ASSERT_EQ((*range)->extend(kSegment).status().message(), "");
-    const Status lent = (*rooms)->lend((*range)->base(), (*range)->bytes()).status();
-    if (segment == 1 && !lent.ok()) GTEST_SKIP() << lent.message();
-    EXPECT_EQ(lent.message(), "") << "with " << segment << " segments";
+    const Status exported = (*rooms)->export_file((*range)->base(), (*range)->bytes()).status();
+    if (segment == 1 && !exported.ok()) GTEST_SKIP() << exported.message();
+    EXPECT_EQ(exported.message(), "") << "with " << segment << " segments";
     result("windows.segments_exported", static_cast<double>(segment));
   }
 }

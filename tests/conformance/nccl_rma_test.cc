@@ -504,7 +504,7 @@ TEST(NcclRmaDeath, ADeadPeerFailsWhatGoesToItAlone) {
   const Place& tcp = places()[2];
   auto provider = provider::find_provider(tcp.provider);
   if (!provider.ok() || !(*provider)->probe()[0].usable()) GTEST_SKIP() << "no tcp";
-  weft::testing::ForkMeeting meeting(3);
+  weft::testing::ForkRendezvous rendezvous(3);
   std::fflush(nullptr);
   std::vector<pid_t> children;
   for (int rank = 0; rank < 3; ++rank) {
@@ -521,7 +521,7 @@ TEST(NcclRmaDeath, ADeadPeerFailsWhatGoesToItAlone) {
     config_reload();
     const Library library("ncclRmaPlugin_v14");
     const RmaV14& rma = library.table();
-    Communicator comm(library, meeting.bootstrap(rank));
+    Communicator comm(library, rendezvous.bootstrap(rank));
     std::vector<char> data(1 << 20);
     uint64_t words[3] = {};
     void* memory = comm.enroll(data.data(), data.size());

@@ -303,13 +303,14 @@ TEST_F(ProxyTest, AGetLargerThanThePaceBringsEachPartToItsPlace) {
   Settings::clear({"WEFT_PROXY_BYTES_IN_FLIGHT", "WEFT_PROXY_WRITES_IN_FLIGHT"});
 }
 
-// From and to memory of users and windows, in every combination. Loans are reclaimed and lent again, so that numbers come back
-// for other memory.
-TEST_F(ProxyTest, PutsGoFromAndToWhatIsLent) {
+// From and to memory of users and windows, in every combination. Registrations end and begin again, so that numbers
+// come back for other memory.
+TEST_F(ProxyTest, PutsGoFromAndToTemporaryRegistrations) {
   on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
-    constexpr uint64_t kBytes = 3 * 4096 + 48, kAt = 32, kDst = 4096, kSrc = kWindow / 2, kLoanWord = 8;
+    constexpr uint64_t kBytes = 3 * 4096 + 48, kAt = 32, kDst = 4096, kSrc = kWindow / 2,
+                       kRegistrationWord = 8;
     Link& link = *comm.port_link();
-    ASSERT_TRUE(link.lends());
+    ASSERT_TRUE(link.takes_temporary());
     auto other = mesh.to(1 - mesh.rank());
     uint64_t signals = 0;
     for (uint64_t turn = 1; turn <= 20; ++turn) {
@@ -317,16 +318,16 @@ TEST_F(ProxyTest, PutsGoFromAndToWhatIsLent) {
       std::vector<std::byte> from(kBytes + kAt, value(mesh.rank())), into(kBytes + 2 * kAt, std::byte{99});
       std::memset(mesh.local() + kSrc, static_cast<int>(value(mesh.rank())), kBytes);
       std::memset(mesh.local() + kDst, 99, kBytes);
-      const Result<uint32_t> mine = link.lend(from.data(), from.size()),
-                             target = link.lend(into.data(), into.size());
+      const Result<uint32_t> mine = link.register_temporary(from.data(), from.size()),
+                             target = link.register_temporary(into.data(), into.size());
       ASSERT_TRUE(mine.ok() && target.ok());
-      other.lend(*target);
-      other.put_value(kLoanWord, turn << 12 | *target);
-      ASSERT_TRUE(wait(mesh, kLoanWord, turn << 12));
-      const auto theirs =
-          static_cast<uint32_t>(load_acquire(reinterpret_cast<uint64_t*>(mesh.local() + kLoanWord)) & 0xfff);
-      other.put_lent(0, kDst, *mine, kAt, kBytes);
-      other.put_lent(theirs, kAt, turn % 2 ? *mine : 0, turn % 2 ? 0 : kSrc, kBytes);
+      other.announce(*target);
+      other.put_value(kRegistrationWord, turn << 12 | *target);
+      ASSERT_TRUE(wait(mesh, kRegistrationWord, turn << 12));
+      const auto theirs = static_cast<uint32_t>(
+          load_acquire(reinterpret_cast<uint64_t*>(mesh.local() + kRegistrationWord)) & 0xfff);
+      other.put_registered(0, kDst, *mine, kAt, kBytes);
+      other.put_registered(theirs, kAt, turn % 2 ? *mine : 0, turn % 2 ? 0 : kSrc, kBytes);
       other.put_value(0, ++signals);
       ASSERT_TRUE(wait(mesh, 0, signals));
       const std::byte came = value(1 - mesh.rank());
@@ -341,42 +342,44 @@ TEST_F(ProxyTest, PutsGoFromAndToWhatIsLent) {
   });
 }
 
-TEST_F(ProxyTest, ThereAreSixteenLoansAtATime) {
+TEST_F(ProxyTest, ThereAreSixteenTemporaryRegistrationsAtATime) {
   on_two_ranks([](Communicator& comm, Window&, const ProxyMesh&) {
     std::array<std::byte, 64> memory{};
-    std::vector<uint32_t> loans;
-    for (uint32_t i = 0; i < proxy::kLoans; ++i) {
-      const Result<uint32_t> loan = comm.port_link()->lend(memory.data(), memory.size());
-      ASSERT_TRUE(loan.ok()) << loan.status().message();
-      loans.push_back(*loan);
+    std::vector<uint32_t> registrations;
+    for (uint32_t i = 0; i < proxy::kTemporaries; ++i) {
+      const Result<uint32_t> registration =
+          comm.port_link()->register_temporary(memory.data(), memory.size());
+      ASSERT_TRUE(registration.ok()) << registration.status().message();
+      registrations.push_back(*registration);
     }
-    const Result<uint32_t> more = comm.port_link()->lend(memory.data(), memory.size());
+    const Result<uint32_t> more = comm.port_link()->register_temporary(memory.data(), memory.size());
     EXPECT_EQ(more.status().code(), Code::kCapacity);
-    EXPECT_THAT(more.status().message(), HasSubstr("one more loan, allowed: 16"));
-    comm.port_link()->reclaim(loans, true);
-    EXPECT_TRUE(comm.port_link()->lend(memory.data(), memory.size()).ok());
+    EXPECT_THAT(more.status().message(), HasSubstr("one more temporary registration, allowed: 16"));
+    comm.port_link()->reclaim(registrations, true);
+    EXPECT_TRUE(comm.port_link()->register_temporary(memory.data(), memory.size()).ok());
   });
 }
 
-// A peer whose call has failed: what comes late finds neither its memory nor what it lends next, and costs nobody a peer.
-TEST_F(ProxyTest, APutToALoanThatIsOverWritesNothingAndTheRestGoesOn) {
+// A peer whose call has failed: what comes late finds neither its memory nor its next registration, and costs nobody a
+// peer.
+TEST_F(ProxyTest, APutToARegistrationThatIsOverWritesNothingAndTheRestGoesOn) {
   on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
-    constexpr uint64_t kBytes = 4096, kLoanWord = 8;
+    constexpr uint64_t kBytes = 4096, kRegistrationWord = 8;
     Link& link = *comm.port_link();
     auto other = mesh.to(1 - mesh.rank());
     std::vector<std::byte> into(kBytes, std::byte{99});
     uint32_t theirs = 0;
     if (mesh.rank() == 0) {
-      const Result<uint32_t> first = link.lend(into.data(), kBytes);
+      const Result<uint32_t> first = link.register_temporary(into.data(), kBytes);
       ASSERT_TRUE(first.ok());
-      other.lend(*first);
-      other.put_value(kLoanWord, 1 << 12 | *first);
+      other.announce(*first);
+      other.put_value(kRegistrationWord, 1 << 12 | *first);
       ASSERT_TRUE(comm.barrier().ok());  // the other knows of it, and has not written
       link.reclaim({*first}, false);
     } else {
-      ASSERT_TRUE(wait(mesh, kLoanWord, 1 << 12));
-      theirs =
-          static_cast<uint32_t>(load_acquire(reinterpret_cast<uint64_t*>(mesh.local() + kLoanWord)) & 0xfff);
+      ASSERT_TRUE(wait(mesh, kRegistrationWord, 1 << 12));
+      theirs = static_cast<uint32_t>(
+          load_acquire(reinterpret_cast<uint64_t*>(mesh.local() + kRegistrationWord)) & 0xfff);
       ASSERT_TRUE(comm.barrier().ok());
     }
     for (uint64_t turn = 1; turn <= 2; ++turn) {
@@ -384,8 +387,8 @@ TEST_F(ProxyTest, APutToALoanThatIsOverWritesNothingAndTheRestGoesOn) {
       uint32_t next = 0;
       if (mesh.rank() == 0) {
         if (turn == 2) {
-          next = *link.lend(into.data(), kBytes);
-          other.lend(next);
+          next = *link.register_temporary(into.data(), kBytes);
+          other.announce(next);
         }
         other.put_value(16, turn);
         ASSERT_TRUE(wait(mesh, 16, turn));
@@ -393,7 +396,7 @@ TEST_F(ProxyTest, APutToALoanThatIsOverWritesNothingAndTheRestGoesOn) {
         if (next) link.reclaim({next}, true);
       } else {
         ASSERT_TRUE(wait(mesh, 16, turn));
-        other.put_lent(theirs, 0, 0, kWindow / 2, kBytes);
+        other.put_registered(theirs, 0, 0, kWindow / 2, kBytes);
         other.put_value(16, turn);
       }
       EXPECT_TRUE(link.status().ok()) << link.status().message();
@@ -402,15 +405,15 @@ TEST_F(ProxyTest, APutToALoanThatIsOverWritesNothingAndTheRestGoesOn) {
 }
 
 // What was to be sent from it is missing for good.
-TEST_F(ProxyTest, APutFromALoanThatIsOverLosesThePeer) {
+TEST_F(ProxyTest, APutFromARegistrationThatIsOverLosesThePeer) {
   on_two_ranks(
       [](Communicator& comm, Window&, const ProxyMesh& mesh) {
         if (mesh.rank() == 1) return;
         std::vector<std::byte> from(4096);
         Link& link = *comm.port_link();
-        const uint32_t mine = *link.lend(from.data(), from.size());
+        const uint32_t mine = *link.register_temporary(from.data(), from.size());
         link.reclaim({mine}, true);
-        mesh.to(1).put_lent(0, 0, mine, 0, from.size());
+        mesh.to(1).put_registered(0, 0, mine, 0, from.size());
         EXPECT_TRUE(wait_until(Deadline::after_s(20), [&] { return !link.status().ok(); }));
         EXPECT_THAT(link.status().message(), HasSubstr("lost rank 1: a call failed here before all"));
       },

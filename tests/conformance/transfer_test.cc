@@ -53,8 +53,8 @@ std::vector<Backend> backends() {
                  })});
   all.push_back(
       {"verbs_fake", []() -> Result<std::shared_ptr<provider::Provider>> { return make_fake_verbs(); }});
-  all.push_back({"cuda_host_alone", []() -> Result<std::shared_ptr<provider::Provider>> {
-                   return provider::make_cuda({.host_alone = true});
+  all.push_back({"cuda_host_only", []() -> Result<std::shared_ptr<provider::Provider>> {
+                   return provider::make_cuda({.host_only = true});
                  }});
   std::vector<const char*> names = {"cuda", "fabric:tcp", "fabric:shm"};
   std::error_code error;
@@ -472,8 +472,8 @@ TEST_P(TransferTest, HandlesOfOtherEnginesAreRefused) {
 
 TEST_P(TransferTest, AttachedTwiceAtOnceIsTakenBackFromBoth) {
   Pair pair(provider_, 1, 1, 1000);
-  Buffer lent(500);
-  auto memory = *pair.b.engine->enroll({lent.data(), 500}, kRemoteWrite);
+  Buffer source(500);
+  auto memory = *pair.b.engine->enroll({source.data(), 500}, kRemoteWrite);
   const std::string descriptor = *pair.b.engine->describe(*memory);
   std::vector<std::shared_ptr<Remote>> remotes(4);
   std::vector<std::thread> threads;
@@ -501,15 +501,15 @@ TEST_P(TransferTest, MemoryTakenBackIsNeverTouchedAgain) {
 }
 
 // ... also where a write is in the middle, and without a word to the peer, which stays one.
-TEST_P(TransferTest, MemoryThatWasLentIsNotTouchedOnceItIsTakenBack) {
+TEST_P(TransferTest, ATemporaryRegistrationIsNotTouchedOnceItIsOver) {
   constexpr uint64_t kBytes = 4 << 20;
   Pair pair(provider_, 1, 1, 1000);
-  if (!pair.a.engine->rails()[0]->caps().takes_loans) GTEST_SKIP() << "takes no loans";
+  if (!pair.a.engine->rails()[0]->caps().takes_temporary) GTEST_SKIP() << "takes no registrations";
   std::vector<char> from(kBytes, 'a'), into(kBytes, 'i');
-  auto mine = *pair.a.engine->enroll({from.data(), kBytes}, kRemoteWrite | kLent);
+  auto mine = *pair.a.engine->enroll({from.data(), kBytes}, kRemoteWrite | kTemporary);
   uint32_t in_time = 0, late = 0;
   for (uint32_t turn = 1; turn <= 40; ++turn) {
-    auto theirs = *pair.b.engine->enroll({into.data(), kBytes}, kRemoteWrite | kLent);
+    auto theirs = *pair.b.engine->enroll({into.data(), kBytes}, kRemoteWrite | kTemporary);
     auto remote = *pair.a.engine->adopt(pair.b_at_a, *pair.b.engine->keys(*theirs));
     auto transfer = *pair.a.engine->write({mine, 0, remote, 0, kBytes, with_imm(turn)});
     if (turn % 2 == 0) ASSERT_OK(pair.wait_imm(turn, 1));

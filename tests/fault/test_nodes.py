@@ -165,10 +165,10 @@ def wait_in_vain(rank: Rank, pid: int) -> str:
 
 
 def stop_the_one_that_serves(rank: Rank) -> str:
-    """Rank 0 is stopped while it waits, until the others have given it up; its process serves the meeting."""
+    """Rank 0 is stopped while it waits, until the others have given it up; its process serves the rendezvous."""
     pid = pid_of(rank, 0)
     message = wait_in_vain(rank, pid)
-    gc.collect()  # leaves the meeting
+    gc.collect()  # leaves the rendezvous
     (rank.folder / f"left-{rank.rank}").touch()
     if rank.rank == 1:
         until(lambda: len(list(rank.folder.glob("left-*"))) == RANKS - 1)
@@ -176,7 +176,7 @@ def stop_the_one_that_serves(rank: Rank) -> str:
     return message
 
 
-def test_one_that_was_stopped_hears_the_meeting_that_it_serves() -> None:
+def test_one_that_was_stopped_hears_the_rendezvous_that_it_serves() -> None:
     messages = run_ranks(RANKS, stop_the_one_that_serves, deadline_s=90, with_gpus=False)
     assert "does not answer" not in messages[0] and "rank 1" in messages[0], messages[0]
     for rank in (1, 2, 3):

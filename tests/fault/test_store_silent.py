@@ -24,7 +24,7 @@ _HALF = struct.pack("<q", 20) + b"half of"  # how torch's FileStore begins a key
 
 def die_while_writing(rank: Rank, timeout_s: float, says_who: bool) -> tuple[str, float]:
     """Rank 0 dies in the middle of a record; whoever reads the file then loops in it for ever, and locks it."""
-    path = rank.folder / "meeting"
+    path = rank.folder / "rendezvous"
     store = distributed.FileStore(str(path), rank.size)
     if rank.rank == 0:
         if says_who:

@@ -14,7 +14,7 @@
 #include "support/places.h"
 
 using Target = int(const uint8_t*, size_t);
-extern "C" Target book_fuzz, engine_fuzz, meeting_fuzz, pages_fuzz, parcels_fuzz, wire_fuzz;
+extern "C" Target book_fuzz, engine_fuzz, rendezvous_fuzz, pages_fuzz, fd_messages_fuzz, wire_fuzz;
 
 namespace weft::testing {
 namespace {
@@ -43,8 +43,8 @@ TEST_P(FuzzCorpus, IsTakenByItsTarget) {
 INSTANTIATE_TEST_SUITE_P(Targets, FuzzCorpus,
                          ::testing::Values(Corpus{"corpus_book", book_fuzz},
                                            Corpus{"corpus_engine", engine_fuzz},
-                                           Corpus{"corpus_meeting", meeting_fuzz},
-                                           Corpus{"corpus_parcels", parcels_fuzz},
+                                           Corpus{"corpus_rendezvous", rendezvous_fuzz},
+                                           Corpus{"corpus_fd_messages", fd_messages_fuzz},
                                            Corpus{"corpus_pages", pages_fuzz}, Corpus{"corpus", wire_fuzz}),
                          [](const auto& each) { return std::string(each.param.folder); });
 

@@ -48,10 +48,10 @@ def table(data: bytes) -> None:
     """A tuned table: read, and what is read is used."""
     TABLE.write_bytes(data)
     for row in weft.collectives.tuned_tables.read_table(TABLE, ""):
-        (row["collective"], row["ranks"]) in {("all_reduce", 2)}  # noqa: B015 - as rows_besides() does
+        (row["collective"], row["ranks"]) in {("all_reduce", 2)}  # noqa: B015 - as other_rows() does
         assert row["max_bytes"] is None or row["max_bytes"] >= 0
         hash(row["variant"])
-    weft.collectives.tuned_tables.rows_besides(TABLE, "", ["all_reduce"], 2)
+    weft.collectives.tuned_tables.other_rows(TABLE, "", ["all_reduce"], 2)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {"xml": xml, "plan": plan, "table": table}

@@ -59,9 +59,10 @@ def _times(plans: Sequence[dict[str, Any]]) -> str:
     for plan in plans:
         bounds = " / ".join(plan[call]["bound"] for call in ("dispatch", "combine"))
         fanned = _both(plan, lambda call: call["per_rank"]["us"]) if plan["mode"] == "ll" else ""
-        rows.append((str(plan["nodes"]), _both(plan, lambda call: call["us"]), bounds, fanned))
-    heads = ("nodes", "us at least", "limited by", "us with a row per (token, rank)")
-    width = 4 if plans[0]["mode"] == "ll" else 3
+        in_host = _both(plan, lambda call: call["host_us"])
+        rows.append((str(plan["nodes"]), _both(plan, lambda call: call["us"]), bounds, in_host, fanned))
+    heads = ("nodes", "us at least", "limited by", "in host memory", "us with a row per (token, rank)")
+    width = 5 if plans[0]["mode"] == "ll" else 4
     return _table(heads[:width], [row[:width] for row in rows])
 
 

@@ -183,7 +183,7 @@ class Rounds:
         """Return whether a token, and a sum of its replies, crosses the network once for each node."""
         o, mode = self.options, self.buffer.runtime.low_latency
         form = (max(SIZES), o.top_k, self.experts, o.hidden * 2)
-        return bool(mode.sends_once_per_node(*form, 0)), bool(mode.replies_once_per_node(*form))
+        return bool(mode.sends_once_per_domain(*form, 0)), bool(mode.replies_once_per_domain(*form))
 
     def _goes_on(self, wishes: bool) -> bool:
         """Return what rank 0 wishes, and no rank has a wrong row."""

@@ -82,7 +82,7 @@ def test_a_model_of_the_nic_understands_what_gpus_write(name: str, queues: str) 
 
 
 def test_the_driver_exports_windows_also_after_they_have_grown() -> None:
-    """As DMA-BUF, which a NIC would be lent. Drivers without open kernel modules export nothing."""
+    """As DMA-BUF, which a NIC would get. Drivers without open kernel modules export nothing."""
     ran = _run("IbgdaWindows.*", 60)
     _keep(_results(ran.stdout, ""))
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -37,7 +37,7 @@ def _case(num_ranks: int, tokens: int, hidden: int = 512, per_rank: int = 3, see
     )
 
 
-def _exchanges(rank: Rank, form: Form, tokens: int, num_sms: int = 0) -> None:
+def check_exchanges(rank: Rank, form: Form, tokens: int, num_sms: int = 0) -> None:
     case = _case(rank.size, tokens)
     with make(rank, case, form, max(tokens, 1), device="cuda", num_sms=num_sms) as a2a:
         for accumulate in (False, True, False):
@@ -47,14 +47,14 @@ def _exchanges(rank: Rank, form: Form, tokens: int, num_sms: int = 0) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 77, 300])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_of_every_type_and_layout(form: Form, tokens: int) -> None:
-    run_on_gpus(num_ranks_here(), _exchanges, form, tokens)
+    run_on_gpus(num_ranks_here(), check_exchanges, form, tokens)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 16])
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("form", FORMS[1:3], ids=str)
 def test_rows_of_few_sms(form: Form, tokens: int, num_sms: int) -> None:
-    run_on_gpus(num_ranks_here(), _exchanges, form, tokens, num_sms)
+    run_on_gpus(num_ranks_here(), check_exchanges, form, tokens, num_sms)
 
 
 def _large(rank: Rank, num_sms: int) -> None:

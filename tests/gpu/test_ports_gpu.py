@@ -28,9 +28,12 @@ from moe_checks import (
     check_scales,
     check_worst_tokens,
 )
+from p2p_checks import Form
 from port_nodes import _settings, use_ports  # noqa: F401
 from programs import WEFT, run_program
+from test_elastic_gpu import check_layouts, check_ring
 from test_low_latency_gpu import _check_graph, _check_shape
+from test_p2p_gpu import check_exchanges
 from torch.utils.dlpack import from_dlpack
 
 import weft
@@ -43,6 +46,7 @@ PROVIDERS = ("fabric:tcp", "fabric:shm")
 WITH_GPUS = (*PROVIDERS, "cuda")
 # Ranks, and how many make a node: pairs of loners, two nodes of two, four loners.
 PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ranks_here(), 2)]
+SPLIT_FORMS = (Form(padding=16), Form(torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16, scale_words=4))
 ROOM = 1 << 20
 SIZES = (1, 33, 1000, 5003, 100_001)
 TIMEOUT_S = 120.0
@@ -349,7 +353,7 @@ HIGH_THROUGHPUT: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4), {"routing": "any", "top_k": 12}),
     ((1000, 217), {"hidden": 7168, "top_k": 8, "num_experts": 256}),
     ((4, 3), {"hidden": 16384, "top_k": 2, "num_experts": 3}),
-    ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one hub's rings
+    ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one rail peer's rings
 ]
 
 
@@ -406,6 +410,56 @@ def test_no_payload_passes_through_memory_of_the_host(
     for moved in run_on_gpus(place[0], _payload_stays_on_gpus, deadline_s=DEADLINE_S):
         assert moved["all"] > 0
         assert moved["host"] == 0
+
+
+def _elastic(rank: Rank) -> None:
+    case = MoeCase(tuple(60 + 7 * r for r in range(rank.size)), 1024, 4, 8 * rank.size)
+    for sync in (True, False):
+        check_layouts(rank, case, sync)
+    check_ring(rank)
+
+
+def _split(rank: Rank) -> None:
+    for form in SPLIT_FORMS:
+        for tokens, num_sms in ((77, 0), (0, 0), (300, 3)):
+            check_exchanges(rank, form, tokens, num_sms)
+
+
+def _hybrid(rank: Rank) -> None:
+    """Rows of each expert in the order of ranks and tokens, and the sum of a token's copies, by maps of experts."""
+    import deep_ep
+
+    case, me = MoeCase((33,) * rank.size, 256, 3, 4 * rank.size, seed=5), rank.rank
+    maps = [
+        torch.zeros(33, case.num_experts, dtype=torch.bool).scatter_(1, case.topk_idx(of).clamp(min=0), True)
+        for of in range(rank.size)
+    ]
+    expected = torch.cat(
+        [case.x(of)[maps[of][:, expert]] for expert in range(4 * me, 4 * me + 4) for of in range(rank.size)]
+    )
+    with deep_ep.HybridEPBuffer(
+        group=rank.group, hidden_dim=case.hidden, max_num_of_tokens_per_rank=33, num_local_experts=4
+    ) as buffer:
+        for _ in range(2):
+            rows, probs, _, counts, handle = buffer.dispatch_with_permute(
+                hidden=case.x(me).cuda(), routing_map=maps[me].cuda(), probs=maps[me].float().cuda()
+            )
+            assert torch.equal(rows.cpu(), expected)
+            assert int(counts.sum()) == len(expected)
+            combined, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+            sums = case.x(me).float() * maps[me].sum(1, keepdim=True)
+            torch.testing.assert_close(combined.cpu().float(), sums, rtol=2e-2, atol=1e-2)
+            assert torch.equal(back.cpu(), maps[me].float())
+
+
+@pytest.mark.parametrize("provider", WITH_GPUS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("calls", [_elastic, _split, _hybrid])
+def test_every_kind_of_buffer(
+    place: tuple[int, int], provider: str, calls: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], calls, deadline_s=DEADLINE_S)
 
 
 def _fifo(_: Rank) -> None:

@@ -130,7 +130,7 @@ def watched(rank: Rank) -> None:
             is_last.set()
         return new != 100
 
-    with TransferEngine("loopback", device=rank.rank, timeout_s=TIMEOUT_S) as engine:
+    with TransferEngine("loopback", device=torch.cuda.current_device(), timeout_s=TIMEOUT_S) as engine:
         number = device_number(engine.watch(changed).address)
         for value in range(1, 101):
             number.fill_(value)

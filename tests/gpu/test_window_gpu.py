@@ -63,7 +63,7 @@ def device_words(address: int, count: int) -> list[int]:
 
 def _vmm(rank: Rank) -> None:
     comm = connect(rank)
-    assert comm.device == f"cuda:{rank.rank}"
+    assert comm.device == f"cuda:{torch.cuda.current_device()}"
     assert comm.core.sharing == "CUDA VMM"
     window = weft.Window(comm, 1000)
     own = window.tensor(comm.rank, (window.num_bytes,), torch.uint8)
@@ -191,7 +191,8 @@ def _facts(rank: Rank) -> None:
     assert gpus[0]["sms"] == properties.multi_processor_count
     assert gpus[0]["bytes"] == properties.total_memory
     assert gpus[0]["compute_capability"] == f"{properties.major}.{properties.minor}"
-    assert _core.gpu_link(0, 1)["can_access"] == torch.cuda.can_device_access_peer(0, 1)
+    for other in range(1, torch.cuda.device_count()):
+        assert _core.gpu_link(0, other)["can_access"] == torch.cuda.can_device_access_peer(0, other)
     (mapped,) = [row for row in _core.transports("cuda:0") if row["name"] == "mapped"]
     assert mapped["unusable_because"] == ""
 

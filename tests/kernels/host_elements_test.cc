@@ -62,7 +62,7 @@ void expect_same(const Vec16& whole, const Vec16& each, const typename Kind::Ele
 
 // All numbers that 16 bits have, and their like of 32, beside random ones: zeros of both signs, the smallest, infinities, NaN.
 TYPED_TEST(Vectors, AreCombinedToTheSameBits) {
-  static_assert(element::kIsWhole<typename TypeParam::Lanes>);
+  static_assert(element::kHasLanesOf<typename TypeParam::Lanes>);
   constexpr uint32_t kNumbers = TypeParam::kPerVec, kBits = 128 / kNumbers;
   typename TypeParam::Elements x, y;
   std::mt19937 random(7);

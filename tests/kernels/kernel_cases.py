@@ -22,7 +22,7 @@ CHOICES = {
     "reply",
     "scale_words",
     "weights",
-    "whole_vecs",
+    "vec_aligned",
 }
 
 

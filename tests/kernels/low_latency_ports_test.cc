@@ -25,11 +25,11 @@ uint64_t ports_region_for(const Case& c) {
 
 // Whether a block watches for the others, as it does on GPUs.
 struct WatchedCase : PortsCase {
-  bool has_board = false;
+  bool has_page = false;
 
   friend void PrintTo(const WatchedCase& c, std::ostream* out) {
     PrintTo(static_cast<const PortsCase&>(c), out);
-    *out << (c.has_board ? " watched" : "");
+    *out << (c.has_page ? " watched" : "");
   }
 };
 
@@ -40,7 +40,7 @@ class LowLatencyPorts : public ::testing::TestWithParam<WatchedCase> {
   void TearDown() override { GetParam().tear_down(); }
   static Rank make_rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads,
                         double timeout_s = kTimeoutS) {
-    return Rank(std::move(boot), region_bytes, host_threads, 0, false, timeout_s, GetParam().has_board);
+    return Rank(std::move(boot), region_bytes, host_threads, 0, false, timeout_s, GetParam().has_page);
   }
 };
 INSTANTIATE_TEST_SUITE_P(
@@ -63,7 +63,7 @@ TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   for (const Case& c : cases)
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
       Rank rank = make_rank(boot, ports_region_for(c), c.host_threads);
-      for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+      for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(c, rank, seed);
     });
 }
 
@@ -96,7 +96,7 @@ TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 20; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
-      run_whole(c, rank, turn);
+      run_round_trip(c, rank, turn);
     }
   });
 }
@@ -115,21 +115,21 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
   ASSERT_LT(answer_room(at, c.ranks, batches, least), batches.capacity * 2 * 3 / 4);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least, true), 1);
-    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(c, rank, seed);
   });
 }
 
 // Nodes of 4, 4, 4, 4 and 1: a rank of the last carries for all ranks of the others.
 TEST(LowLatencyNodes, SeventeenRanksOverFiveNodes) {
-  for (const bool has_board : {false, true}) {
-    const WatchedCase nodes{{"4", false, "node"}, has_board};
+  for (const bool has_page : {false, true}) {
+    const WatchedCase nodes{{"4", false, "node"}, has_page};
     nodes.set_up();
     const Case c{17, 64, 6, 34, 12};
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-      Rank rank(boot, ports_region_for(c), 1, 0, false, kTimeoutS, has_board);
+      Rank rank(boot, ports_region_for(c), 1, 0, false, kTimeoutS, has_page);
       for (uint32_t seed = 0; seed < 2; ++seed) {
         RoundTrip trip(c, rank, seed);
-        EXPECT_TRUE(trip.replies_once_per_node());
+        EXPECT_TRUE(trip.replies_once_per_domain());
         ASSERT_EQ(trip.dispatch(kBoth).message(), "");
         trip.check_dispatched();
         ASSERT_EQ(trip.combine(kBoth).message(), "");
@@ -156,7 +156,7 @@ TEST_P(LowLatencyPorts, RepliesThatCannotBeGatheredGoToEachRank) {
       Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least + more, true), 1);
       for (uint32_t seed = 0; seed < 2; ++seed) {
         RoundTrip trip(c, rank, seed);
-        EXPECT_EQ(trip.replies_once_per_node(), more != 0);
+        EXPECT_EQ(trip.replies_once_per_domain(), more != 0);
         ASSERT_EQ(trip.dispatch(kBoth).message(), "");
         ASSERT_EQ(trip.combine(kBoth).message(), "");
         trip.check_combined();
@@ -173,7 +173,7 @@ TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
     const Status status = trip.dispatch(kBoth);
     EXPECT_EQ(status.code(), Code::kCapacity);
     EXPECT_THAT(status.message(), HasSubstr("num_rdma_bytes"));
-    run_whole(c, rank, 1);
+    run_round_trip(c, rank, 1);
   });
 }
 
@@ -181,7 +181,7 @@ TEST_P(LowLatencyPorts, SilentRankIsNamed) {
   const Case c{4, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank = make_rank(boot, ports_region_for(c), 1, kSilentS);
-    run_whole(c, rank, 0);
+    run_round_trip(c, rank, 0);
     const Status met = rank.comm().barrier();
     ASSERT_EQ(met.message(), "");
     if (rank.rank() == 3) return;

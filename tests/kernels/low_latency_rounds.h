@@ -110,12 +110,12 @@ struct Output {
 class Rank {
  public:
   Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, uint32_t line_tokens,
-       bool may_mask = false, double timeout_s = kTimeoutS, bool has_board = false) {
+       bool may_mask = false, double timeout_s = kTimeoutS, bool has_page = false) {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     EXPECT_EQ(comm.status().message(), "");
     comm_ = *comm;
     make_mode(region_bytes, ComputeLimits{false, 1, host_threads, 0}, line_tokens, may_mask, timeout_s,
-              has_board);
+              has_page);
   }
   // On any device; the vectors of its round trips must be Shared there.
   Rank(std::shared_ptr<Communicator> comm, uint64_t region_bytes, const ComputeLimits& limits)
@@ -129,12 +129,12 @@ class Rank {
   }
 
   // As a GPU has one, or polls its window where that has a host part.
-  LowLatencyTerms with_board(LowLatencyTerms terms, uint64_t region_bytes) {
+  LowLatencyTerms with_page(LowLatencyTerms terms, uint64_t region_bytes) {
     terms.is_watched = window_->has_host_part();
     if (terms.is_watched) return terms;
-    auto board = make_low_latency_board(*comm_, region_bytes, terms.islands);
-    EXPECT_EQ(board.status().message(), "");
-    terms.board = std::move(*board);
+    auto page = make_low_latency_page(*comm_, region_bytes, terms.domains);
+    EXPECT_EQ(page.status().message(), "");
+    terms.page = std::move(*page);
     return terms;
   }
 
@@ -142,12 +142,12 @@ class Rank {
   LowLatencyTerms terms(uint32_t line_tokens) {
     LowLatencyTerms made;
     if (!comm_->why_not_all_mapped().empty()) {
-      auto islands = meet_islands(*comm_, false);
-      EXPECT_EQ(islands.status().message(), "");
-      auto agreed = agree_on_low_latency(*comm_, std::move(*islands));
+      auto domains = agree_on_domains(*comm_, false);
+      EXPECT_EQ(domains.status().message(), "");
+      auto agreed = agree_on_low_latency(*comm_, std::move(*domains));
       EXPECT_EQ(agreed.status().message(), "");
       made = std::move(*agreed);
-      islands_ = made.islands;
+      domains_ = made.domains;
     }
     made.line_tokens = line_tokens;
     return made;
@@ -164,12 +164,12 @@ class Rank {
     WEFT_TRY(stream_->wait());
     return mode_->fault();
   }
-  uint32_t node_of(uint32_t rank) const { return islands_.island[rank]; }
+  uint32_t node_of(uint32_t rank) const { return domains_.domain[rank]; }
   static constexpr uint64_t kBegin = 4096;
 
  private:
   void make_mode(uint64_t region_bytes, const ComputeLimits& limits, uint32_t line_tokens, bool may_mask,
-                 double timeout_s, bool has_board) {
+                 double timeout_s, bool has_page) {
     constexpr uint64_t kRanksMax = 64;  // more ranks than any test has
     auto visible = HostVisible::create(comm_->device(), sizeof(FaultBox) + kRanksMax * sizeof(uint32_t));
     EXPECT_EQ(visible.status().message(), "");
@@ -181,10 +181,10 @@ class Rank {
         *window_, kBegin, kBegin + region_bytes, limits,
         LowLatencyWaits{visible_->at<FaultBox>(0), timeout_s, may_mask,
                         visible_->at<uint32_t>(sizeof(FaultBox))},
-        has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
+        has_page ? with_page(terms(line_tokens), region_bytes) : terms(line_tokens));
   }
 
-  IslandPlan islands_;
+  DomainPlan domains_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<OwnStream> stream_;
   std::shared_ptr<Communicator> comm_;
@@ -224,7 +224,7 @@ class RoundTrip {
     return run(combine_, phases);
   }
 
-  bool replies_once_per_node() const { return rank_.mode().replies_once_per_node(combine_); }
+  bool replies_once_per_domain() const { return rank_.mode().replies_once_per_domain(combine_); }
 
   // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
   void check_dispatched() {
@@ -266,13 +266,13 @@ class RoundTrip {
  private:
   template <class Form, class Memory>
   struct Call : Form, Memory {
-    uint32_t ticket = 0;
+    uint32_t call_slot = 0;
   };
   template <class Form, class Memory>
   Status run(Call<Form, Memory>& call, uint32_t phases) {
     call.has_weights = call.topk_weights != nullptr;
     WEFT_TRY_ASSIGN(const auto planned, rank_.mode().plan(static_cast<const Form&>(call)));
-    WEFT_TRY(rank_.mode().launch(planned, call, call.ticket, phases, rank_.stream()));
+    WEFT_TRY(rank_.mode().launch(planned, call, call.call_slot, phases, rank_.stream()));
     return rank_.wait();
   }
 
@@ -311,7 +311,7 @@ class RoundTrip {
     d.expert_stats = out_.stats.data();
     d.wait_cycles = out_.waits.data();
     d.routes = out_.routes.data();
-    d.ticket = rank_.mode().next_ticket();
+    d.call_slot = rank_.mode().next_call_slot();
     auto& b = combine_;
     b.max_tokens = c_.max_tokens;
     b.tokens = mine().tokens;
@@ -328,7 +328,7 @@ class RoundTrip {
     b.routes = out_.routes.data();
     b.combined = bytes_of(out_.combined);
     b.wait_cycles = out_.waits.data();
-    b.ticket = rank_.mode().next_ticket();
+    b.call_slot = rank_.mode().next_call_slot();
   }
 
   // Where the rows of an expert begin.
@@ -414,7 +414,7 @@ class RoundTrip {
                             float_of_bf16(result(x_of(rank_.rank(), token, channel), expert));
       add_to(of_ranks, static_cast<uint32_t>(expert / c_.experts_per_rank()), product);
     }
-    const bool shares = rank_.mode().replies_once_per_node(combine_);
+    const bool shares = rank_.mode().replies_once_per_domain(combine_);
     for (const auto& [rank, sum] : of_ranks) {
       const bool is_far = shares && rank_.node_of(rank) != rank_.node_of(rank_.rank());
       add_to(of_repliers, is_far ? c_.ranks + rank_.node_of(rank) : rank, float_of_bf16(bf16_bits(sum)));
@@ -438,13 +438,13 @@ class RoundTrip {
   Rank& rank_;
   std::vector<Input> all_;
   Output out_;
-  Call<LowLatencyDispatchForm, LowLatencyDispatchMemory> dispatch_{};
-  Call<LowLatencyCombineForm, LowLatencyCombineMemory> combine_{};
+  Call<LowLatencyDispatchFacts, LowLatencyDispatchMemory> dispatch_{};
+  Call<LowLatencyCombineFacts, LowLatencyCombineMemory> combine_{};
 };
 
 inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
 
-inline void run_whole(const Case& c, Rank& rank, uint32_t seed) {
+inline void run_round_trip(const Case& c, Rank& rank, uint32_t seed) {
   RoundTrip trip(c, rank, seed);
   ASSERT_EQ(trip.dispatch(kBoth).message(), "");
   trip.check_dispatched();

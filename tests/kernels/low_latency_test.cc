@@ -39,7 +39,7 @@ TEST_P(LowLatencyCases, ThreadsRoundTrip) {
   run_ranks(RanksAre::kThreads, GetParam().ranks, [](std::shared_ptr<Bootstrap> boot) {
     for (uint32_t line_tokens : kLineTokens) {
       Rank rank(boot, region_for(GetParam()), GetParam().host_threads, line_tokens);
-      for (uint32_t seed = 0; seed < 3; ++seed) run_whole(GetParam(), rank, seed);
+      for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(GetParam(), rank, seed);
     }
   });
 }
@@ -66,7 +66,7 @@ TEST(LowLatency, ProcessesRoundTrip) {
   const Case c{3, 256, 4, 8, 12, kPayloadFp8};
   run_ranks(RanksAre::kProcesses, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, kUsual);
-    for (uint32_t seed = 0; seed < 4; ++seed) run_whole(c, rank, seed);
+    for (uint32_t seed = 0; seed < 4; ++seed) run_round_trip(c, rank, seed);
   });
 }
 
@@ -100,20 +100,20 @@ class MicroBatch {
       : rank_(std::move(boot), region_for(most), 2, line_tokens) {}
 
   bool is_idle() const { return phase_ == 0; }
-  void start(const Case& c, uint32_t seed) { trip_ = std::make_unique<RoundTrip>(c, rank_, seed); }
+  void start(const Case& c, uint32_t seed) { round_trip_ = std::make_unique<RoundTrip>(c, rank_, seed); }
   // The next of its four phases, with what is to be checked behind it.
   void step() {
     const uint32_t phase = phase_++;
     const uint32_t half = phase % 2 == 0 ? kPhaseSend : kPhaseReceive;
-    ASSERT_EQ((phase < 2 ? trip_->dispatch(half) : trip_->combine(half)).message(), "");
-    if (phase == 1) trip_->check_dispatched();
-    if (phase == 3) trip_->check_combined();
+    ASSERT_EQ((phase < 2 ? round_trip_->dispatch(half) : round_trip_->combine(half)).message(), "");
+    if (phase == 1) round_trip_->check_dispatched();
+    if (phase == 3) round_trip_->check_combined();
     phase_ %= 4;
   }
 
  private:
   Rank rank_;
-  std::unique_ptr<RoundTrip> trip_;
+  std::unique_ptr<RoundTrip> round_trip_;
   uint32_t phase_ = 0;
 };
 
@@ -151,7 +151,7 @@ TEST_P(LowLatencyLines, SizesMayChangeFromCallToCall) {
       big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
   run_ranks(RanksAre::kThreads, 3, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(big), 1, GetParam());
-    for (uint32_t turn = 0; turn < 12; ++turn) run_whole(cases[turn % 3], rank, turn);
+    for (uint32_t turn = 0; turn < 12; ++turn) run_round_trip(cases[turn % 3], rank, turn);
   });
 }
 
@@ -162,7 +162,7 @@ TEST_P(LowLatencyLines, SlowRanksAreWaitedFor) {
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 30; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
-      run_whole(c, rank, turn);
+      run_round_trip(c, rank, turn);
     }
   });
 }
@@ -181,7 +181,7 @@ TEST_P(LowLatencyLines, EpochsGoOnForYears) {
     auto* consumed = reinterpret_cast<uint64_t*>(region + at.consumed);
     for (uint32_t i = 0; i < 2 * c.ranks; ++i) consumed[i] = calls;
     ASSERT_EQ(rank.comm().barrier().message(), "");
-    for (uint32_t turn = 0; turn < 6; ++turn) run_whole(c, rank, turn);
+    for (uint32_t turn = 0; turn < 6; ++turn) run_round_trip(c, rank, turn);
   });
 }
 
@@ -189,7 +189,7 @@ TEST_P(LowLatencyLines, SilentRankIsNamed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, GetParam(), false, kSilentS);
-    run_whole(c, rank, 0);
+    run_round_trip(c, rank, 0);
     if (rank.rank() == 2) return;
     RoundTrip trip(c, rank, 1);
     const Status status = trip.dispatch(kBoth);
@@ -205,7 +205,7 @@ TEST_P(LowLatencyLines, SilentRankIsMaskedWhereAllowed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, GetParam(), true, kSilentS);
-    run_whole(c, rank, 0);
+    run_round_trip(c, rank, 0);
     if (rank.rank() == 1) return;
     for (uint32_t turn = 1; turn < 6; ++turn) {
       RoundTrip trip(c, rank, turn);
@@ -222,7 +222,7 @@ void disagree(uint32_t line_tokens, bool may_mask) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1, line_tokens, may_mask);
-    run_whole(c, rank, 0);
+    run_round_trip(c, rank, 0);
     Case other = c;
     if (rank.rank() == 1) other.max_tokens = 9;
     if (rank.rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // 0 waits for it, too
@@ -234,7 +234,7 @@ void disagree(uint32_t line_tokens, bool may_mask) {
     std::vector<int32_t> masks(c.ranks, 9);
     ASSERT_EQ(rank.mode().query_masks(masks.data(), nullptr).message(), "");
     EXPECT_EQ(masks, (std::vector<int32_t>{0, 0, 0}));
-    for (uint32_t turn = 2; turn < 6; ++turn) run_whole(c, rank, turn);
+    for (uint32_t turn = 2; turn < 6; ++turn) run_round_trip(c, rank, turn);
   });
 }
 TEST_P(LowLatencyLines, RanksThatDisagreeAreToldAndMayGoOn) {
@@ -253,7 +253,7 @@ TEST(LowLatency, TooManyRowsForAnExpertAreReported) {
     const Status status = trip.dispatch(kBoth);
     if (rank.rank() == 0) EXPECT_EQ(status.message(), "");
     if (rank.rank() == 1) EXPECT_THAT(status.message(), HasSubstr("rows for its expert 1, allowed: 12"));
-    run_whole({2, 64, 3, 6, 6}, rank, 1);
+    run_round_trip({2, 64, 3, 6, 6}, rank, 1);
   });
 }
 
@@ -268,7 +268,7 @@ TEST(LowLatency, CombineOfAnotherDispatchIsRefused) {
     const Status status = (rank.rank() == 0 ? first : second).combine(kBoth);
     EXPECT_EQ(status.code(), Code::kInvalid);
     EXPECT_THAT(status.message(), HasSubstr("handle"));
-    run_whole(c, rank, 3);
+    run_round_trip(c, rank, 3);
   });
 }
 
@@ -281,7 +281,7 @@ TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
     const Status status = trip.dispatch(kBoth);
     EXPECT_EQ(status.code(), Code::kCapacity);
     EXPECT_THAT(status.message(), HasSubstr("num_rdma_bytes"));
-    run_whole(c, rank, 1);
+    run_round_trip(c, rank, 1);
   });
 }
 
@@ -300,7 +300,7 @@ TEST(LowLatency, TheLeastRegionServesEvenWhereOnlySomeLinesFit) {
   ASSERT_LE(combine.line_bytes, line_room);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region, 1, kUsual);
-    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_round_trip(c, rank, seed);
   });
 }
 

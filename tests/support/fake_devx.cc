@@ -151,8 +151,9 @@ FakeObject* FakeDevx::State::make_qp(Reader& in) {
   std::byte* record = place(static_cast<uint32_t>(in.take(252, 4)), record_at, 8, "record of a queue pair");
   const auto ring_umem = static_cast<uint32_t>(in.take(264, 4));
   std::byte* ring = place(ring_umem, ring_at, uint64_t{blocks} * 64, "ring");
-  const bool is_whole = check(nic && uar != uars.end() && cq != cqs.end(), "a queue pair of unknown parts");
-  if (!is_whole || !record || !ring) return nullptr;
+  const bool is_complete =
+      check(nic && uar != uars.end() && cq != cqs.end(), "a queue pair of unknown parts");
+  if (!is_complete || !record || !ring) return nullptr;
   qp->cq = cq->second;
   const ibgda::QueueMemory at{ring,
                               qp->cq->completions,
@@ -438,7 +439,7 @@ Result<std::unique_ptr<ibgda::QueueRoom>> FileRooms::make(uint64_t bytes) {
       std::make_unique<FileRoom>(std::move(file), static_cast<std::byte*>(mapped), bytes, error_));
 }
 
-Result<ibgda::RoomFile> FileRooms::lend(std::byte* at, uint64_t) {
+Result<ibgda::RoomFile> FileRooms::export_file(std::byte* at, uint64_t) {
   FileDescriptor file = own_memory_file();
   if (!file.is_open()) return Status::from_errno(errno, "open /proc/self/mem");
   return ibgda::RoomFile{std::move(file), reinterpret_cast<uint64_t>(at) + static_cast<uint64_t>(error_)};

@@ -57,7 +57,7 @@ class FileRooms : public ibgda::QueueRooms {
   std::string name() const override { return "file:0"; }
   Result<std::unique_ptr<ibgda::QueueRoom>> make(uint64_t bytes) override;
   // The memory of this process as a file; the place in it is wrong by `error`, too.
-  Result<ibgda::RoomFile> lend(std::byte* at, uint64_t bytes) override;
+  Result<ibgda::RoomFile> export_file(std::byte* at, uint64_t bytes) override;
   std::string no_order() const override { return no_order_; }
   std::string no_peer_memory() const override { return no_peers_; }
 

@@ -245,7 +245,7 @@ std::string FakeMlx5::failures() const {
   std::lock_guard lock(state().mutex);
   return state().failures + of_queues;
 }
-size_t FakeMlx5::windows_lent() const {
+size_t FakeMlx5::windows_exported() const {
   std::lock_guard lock(state().mutex);
   return state().far_mrs;
 }

@@ -26,7 +26,7 @@ class FakeMlx5 {
   std::string failures() const;
   // Queue pairs, completion queues and registrations that were not given back.
   size_t left_over() const;
-  size_t windows_lent() const;  // registered by DMA-BUF so far
+  size_t windows_exported() const;  // registered by DMA-BUF so far
 
   FakeDevx& devx() { return devx_; }
 

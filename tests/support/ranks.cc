@@ -60,15 +60,15 @@ class ForkBootstrap : public Bootstrap {
 
 }  // namespace
 
-ForkMeeting::ForkMeeting(int ranks)
+ForkRendezvous::ForkRendezvous(int ranks)
     : ranks_(ranks),
       area_(mmap(nullptr, sizeof(Slot) * ranks, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {}
 
-ForkMeeting::~ForkMeeting() {
+ForkRendezvous::~ForkRendezvous() {
   munmap(area_, sizeof(Slot) * ranks_);
 }
 
-std::shared_ptr<Bootstrap> ForkMeeting::bootstrap(int rank) const {
+std::shared_ptr<Bootstrap> ForkRendezvous::bootstrap(int rank) const {
   return std::make_shared<ForkBootstrap>(rank, ranks_, static_cast<Slot*>(area_));
 }
 
@@ -80,14 +80,14 @@ void run_thread_ranks(int ranks, const RankBody& body) {
 }
 
 void run_process_ranks(int ranks, const RankBody& body) {
-  ForkMeeting meeting(ranks);
+  ForkRendezvous rendezvous(ranks);
   std::fflush(nullptr);
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      body(meeting.bootstrap(rank));
+      body(rendezvous.bootstrap(rank));
       std::fflush(nullptr);
       _exit(::testing::Test::HasFailure() ? 1 : 0);
     }

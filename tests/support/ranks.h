@@ -35,12 +35,12 @@ inline std::string to_string(RanksAre kind) {
 
 // Ranks that are forked processes: a bootstrap over memory that parent and children share. Made before the
 // fork.
-class ForkMeeting {
+class ForkRendezvous {
  public:
-  explicit ForkMeeting(int ranks);
-  ~ForkMeeting();
-  ForkMeeting(const ForkMeeting&) = delete;
-  ForkMeeting& operator=(const ForkMeeting&) = delete;
+  explicit ForkRendezvous(int ranks);
+  ~ForkRendezvous();
+  ForkRendezvous(const ForkRendezvous&) = delete;
+  ForkRendezvous& operator=(const ForkRendezvous&) = delete;
   std::shared_ptr<Bootstrap> bootstrap(int rank) const;  // in the child; must not outlive this object
 
  private:

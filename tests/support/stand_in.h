@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What libraries of tests share that stand in for NCCL and NVSHMEM on CPUs: memory that all ranks map, be they threads
-// or processes, and meetings with a name.
-//   Meeting meeting(name, ranks);  meeting.pass(limit_s)     // true once all ranks are there
+// or processes, and barriers with a name.
+//   Barrier barrier(name, ranks);  barrier.pass(limit_s)     // true once all ranks are there
 //   void* at = map_shared(name, bytes);                      // the same bytes for every process that asks for the name
 #pragma once
 
@@ -28,21 +28,21 @@ inline void* map_shared(const std::string& name, size_t bytes) {
 }
 
 // Ranks pass together; may be passed again and again.
-class Meeting {
+class Barrier {
  public:
-  struct Board {
+  struct Counters {
     std::atomic<uint32_t> arrived, round;
   };
-  Meeting(Board* board, uint32_t ranks) : board_(board), ranks_(ranks) {}
+  Barrier(Counters* counters, uint32_t ranks) : counters_(counters), ranks_(ranks) {}
 
   bool pass(const std::atomic<bool>& is_aborted) {
-    const uint32_t round = board_->round.load();
-    if (board_->arrived.fetch_add(1) + 1 == ranks_) {
-      board_->arrived.store(0);
-      board_->round.fetch_add(1);
+    const uint32_t round = counters_->round.load();
+    if (counters_->arrived.fetch_add(1) + 1 == ranks_) {
+      counters_->arrived.store(0);
+      counters_->round.fetch_add(1);
       return true;
     }
-    while (board_->round.load() == round) {
+    while (counters_->round.load() == round) {
       if (is_aborted.load()) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -50,7 +50,7 @@ class Meeting {
   }
 
  private:
-  Board* const board_;
+  Counters* const counters_;
   const uint32_t ranks_;
 };
 

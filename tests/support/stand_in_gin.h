@@ -41,7 +41,7 @@ class FakeGin {
         posted_(contexts * ranks),
         random_(rank + 17) {
     words_ = static_cast<uint64_t*>(map_shared(name_, bytes()));
-    carrier_ = std::thread([this] { carry(); });
+    worker_ = std::thread([this] { carry(); });
   }
   ~FakeGin() {
     {
@@ -49,7 +49,7 @@ class FakeGin {
       is_over_ = true;
     }
     changed_.notify_all();
-    carrier_.join();
+    worker_.join();
     munmap(words_, bytes());
     shm_unlink(name_.c_str());
   }
@@ -201,7 +201,7 @@ class FakeGin {
   std::deque<Asked> asked_;
   std::mt19937 random_;
   bool is_over_ = false;
-  std::thread carrier_;
+  std::thread worker_;
 };
 
 }  // namespace stand_in

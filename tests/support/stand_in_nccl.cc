@@ -45,7 +45,7 @@ void note(const char* call) {
 
 // All ranks of a communicator see this.
 struct Shared {
-  stand_in::Meeting::Board board;
+  stand_in::Barrier::Counters counters;
   char names[kRanks][96];  // of the memory that each registers
 };
 
@@ -65,7 +65,7 @@ struct CommOf {
   std::thread work;
   std::unique_ptr<stand_in::FakeGin> gin;
 
-  bool meet() { return stand_in::Meeting(&shared->board, static_cast<uint32_t>(ranks)).pass(is_aborted); }
+  bool meet() { return stand_in::Barrier(&shared->counters, static_cast<uint32_t>(ranks)).pass(is_aborted); }
   // As NCCL does: the call returns, a thread goes on.
   template <class Work>
   void go_on(Work run) {

@@ -20,7 +20,7 @@ using weft::nvshmem_link::version_of;
 namespace {
 
 struct Shared {
-  stand_in::Meeting::Board board;
+  stand_in::Barrier::Counters counters;
 };
 
 std::string session;
@@ -33,14 +33,14 @@ struct Block {
 };
 std::map<const std::byte*, Block> blocks;  // by own address
 std::mutex blocks_mutex;
-FakeShmem* carrier = nullptr;
+FakeShmem* worker = nullptr;
 
 std::string name_of(int block, int rank) {
   return session + "-" + std::to_string(block) + "-" + std::to_string(rank);
 }
 
 void meet() {
-  (void)stand_in::Meeting(&shared->board, static_cast<uint32_t>(all_ranks)).pass(never);
+  (void)stand_in::Barrier(&shared->counters, static_cast<uint32_t>(all_ranks)).pass(never);
 }
 
 // Where a place of the own heap is at a peer.
@@ -63,18 +63,18 @@ bool is_near(int rank) {
 const weft::shmem::HostCalls calls = {
     .put =
         [](std::byte* dst, const std::byte* src, uint64_t bytes, uint32_t peer) {
-          carrier->ask({.peer = peer, .dst = at_peer(dst, peer), .src = src, .bytes = bytes});
+          worker->ask({.peer = peer, .dst = at_peer(dst, peer), .src = src, .bytes = bytes});
         },
     .get = [](std::byte* dst, const std::byte* src, uint64_t bytes,
               uint32_t peer) { std::memcpy(dst, at_peer(src, peer), bytes); },
-    .fence = [] { carrier->fence(); },
+    .fence = [] { worker->fence(); },
     .set = [](uint64_t* word, uint64_t value,
-              uint32_t peer) { carrier->ask({.peer = peer, .dst = at_peer(word, peer), .value = value}); },
+              uint32_t peer) { worker->ask({.peer = peer, .dst = at_peer(word, peer), .value = value}); },
     .add =
         [](uint64_t* word, uint64_t n, uint32_t peer) {
-          carrier->ask({.peer = peer, .dst = at_peer(word, peer), .value = n, .is_add = true});
+          worker->ask({.peer = peer, .dst = at_peer(word, peer), .value = n, .is_add = true});
         },
-    .quiet = [] { carrier->quiet(); },
+    .quiet = [] { worker->quiet(); },
 };
 
 }  // namespace
@@ -111,7 +111,7 @@ int nvshmemx_hostlib_init_attr(unsigned flags, InitAttributes* attributes) {
   my_rank = attributes->args.unique_id.my_rank;
   all_ranks = attributes->args.unique_id.ranks;
   shared = static_cast<Shared*>(stand_in::map_shared(session, sizeof(Shared)));
-  carrier = new FakeShmem(static_cast<uint32_t>(my_rank));
+  worker = new FakeShmem(static_cast<uint32_t>(my_rank));
   meet();
   shm_unlink(session.c_str());
   return 0;

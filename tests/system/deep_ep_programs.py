@@ -91,18 +91,18 @@ def train_one_step(rank: Rank, case: MoeCase, device: str) -> None:
     combined = FusedCombine.apply((recv_x.float() * factor).bfloat16(), handle, buffer)
     combined.float().square().sum().backward()
 
-    x_alone = case.x(rank.rank).to(device).requires_grad_()
-    probs_alone = case.topk_weights(rank.rank).to(device).requires_grad_()
+    expected_x = case.x(rank.rank).to(device).requires_grad_()
+    expected_probs = case.topk_weights(rank.rank).to(device).requires_grad_()
     chosen = (2.0 ** idx.clamp(min=0)).masked_fill(idx < 0, 0.0)
-    alone = (x_alone.float() * (probs_alone * chosen).sum(dim=1, keepdim=True)).bfloat16()
+    alone = (expected_x.float() * (expected_probs * chosen).sum(dim=1, keepdim=True)).bfloat16()
     alone.float().square().sum().backward()
     assert calc_diff(combined.detach(), alone.detach()) < 1e-4
     assert x.grad is not None
-    assert x_alone.grad is not None
-    assert calc_diff(x.grad, x_alone.grad) < 1e-4
+    assert expected_x.grad is not None
+    assert calc_diff(x.grad, expected_x.grad) < 1e-4
     assert probs.grad is not None
-    assert probs_alone.grad is not None
-    assert calc_diff(probs.grad, probs_alone.grad.masked_fill(idx < 0, 0.0)) < 1e-3
+    assert expected_probs.grad is not None
+    assert calc_diff(probs.grad, expected_probs.grad.masked_fill(idx < 0, 0.0)) < 1e-3
 
 
 # Inference engines: prefill by high throughput, decode by low latency

@@ -121,7 +121,7 @@ def main() -> None:
     # A child writes into what its parent's peers see; it has a copy. And it has ranks of its own.
     fork("calls", lambda: {"write": lambda: held["all"].received.fill_(7)}, held.clear)
     held["all"].use()
-    said = fork("calls", lambda: {"own": _alone}, held.clear)
+    said = fork("calls", lambda: {"own": _by_itself}, held.clear)
     assert said == {"own": ""}, said
     assert (dist.get_rank(), held["all"].comm.rank) == (rank, rank)
     held["all"].use()
@@ -130,7 +130,7 @@ def main() -> None:
     print("done", flush=True)
 
 
-def _alone() -> None:
+def _by_itself() -> None:
     """Be the only rank of a communicator that a child makes."""
     from weft.runtime.bootstrap import SingleRank
 

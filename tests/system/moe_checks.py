@@ -23,7 +23,7 @@ from weft.testing.round_trips import (
 WINDOW_BYTES = 64 << 20
 
 
-def kept_buffer(rank: Rank, **options: Any) -> weft.Buffer:
+def cached_buffer(rank: Rank, **options: Any) -> weft.Buffer:
     """Return this rank's buffer of the pool, made at its first use."""
     if "buffer" not in rank.kept:
         rank.kept["buffer"] = weft.Buffer(rank.group, WINDOW_BYTES, **options)
@@ -39,7 +39,7 @@ def check_case(pool: RankPool, case: MoeCase) -> None:
 def check_layout(rank: Rank, case: MoeCase) -> None:
     """Compare get_dispatch_layout with the oracle."""
     topk_idx = case.topk_idx(rank.rank)
-    layout = kept_buffer(rank).get_dispatch_layout(topk_idx, case.num_experts)
+    layout = cached_buffer(rank).get_dispatch_layout(topk_idx, case.num_experts)
     per_rank, per_expert, in_rank = oracle.layout(topk_idx, case.num_experts, rank.size)
     assert torch.equal(layout[0], per_rank)
     assert torch.equal(layout[2], per_expert)
@@ -49,7 +49,7 @@ def check_layout(rank: Rank, case: MoeCase) -> None:
 
 def check_round_trip(rank: Rank, case: MoeCase) -> None:
     """Layout, dispatch with weights, combine with weights and two biases: all exact."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     me, routes = rank.rank, case.routes()
     recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(buffer, case, me)
     rows = oracle.ht_dispatch(routes, case.num_experts, me)
@@ -74,7 +74,7 @@ def check_scales(rank: Rank, case: MoeCase, words: int, dtype: torch.dtype, colu
     if column_major:
         mine = mine.T.contiguous().T
     (recv_x, recv_scales), idx, weights, _, handle, _ = dispatch(
-        kept_buffer(rank), case, rank.rank, (quantized[rank.rank], mine)
+        cached_buffer(rank), case, rank.rank, (quantized[rank.rank], mine)
     )
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
     assert recv_x.dtype == torch.float8_e4m3fn
@@ -83,14 +83,14 @@ def check_scales(rank: Rank, case: MoeCase, words: int, dtype: torch.dtype, colu
     assert torch.equal(recv_scales, rows.take(scales))
     assert torch.equal(idx, rows.topk_idx)
     assert torch.equal(weights, rows.take_weights(case.all_weights()))
-    cached, none, *_ = kept_buffer(rank).dispatch((quantized[rank.rank], mine), handle=handle)
+    cached, none, *_ = cached_buffer(rank).dispatch((quantized[rank.rank], mine), handle=handle)
     assert none is None
     assert torch.equal(cached[1], recv_scales)
 
 
 def check_worst_tokens(rank: Rank, case: MoeCase, num_worst_tokens: int) -> None:
     """Outputs have as many rows as asked for, and no counts come."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(
         buffer, case, rank.rank, num_worst_tokens=num_worst_tokens
     )
@@ -106,7 +106,7 @@ def check_worst_tokens(rank: Rank, case: MoeCase, num_worst_tokens: int) -> None
 
 def check_cached(rank: Rank, case: MoeCase) -> None:
     """A handle repeats a dispatch with other rows."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
     again = buffer.dispatch(case.x(rank.rank) * 2, handle=handle)
     assert torch.equal(again[0], recv_x * 2)
@@ -119,7 +119,7 @@ def check_cached(rank: Rank, case: MoeCase) -> None:
 
 def check_no_top_k(rank: Rank, case: MoeCase) -> None:
     """Without ids and weights rows alone travel."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
         case.topk_idx(rank.rank), case.num_experts
     )
@@ -139,7 +139,7 @@ def check_no_top_k(rank: Rank, case: MoeCase) -> None:
 
 def check_repeats(rank: Rank, case: MoeCase) -> None:
     """A buffer serves many round trips."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     for _ in range(40):
         recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
         combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
@@ -148,7 +148,7 @@ def check_repeats(rank: Rank, case: MoeCase) -> None:
 
 def check_float32_rows(rank: Rank, case: MoeCase) -> None:
     """Sums of float32 are those of the oracle."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     xs = [x.float() for x in case.all_x()]
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank, xs[rank.rank])
     rows = [oracle.ht_dispatch(case.routes(), case.num_experts, r) for r in range(rank.size)]

@@ -662,7 +662,7 @@ static void lacks(ncclComm_t comm) {
 
 /* The real library (nccl_real.c) does what Weft has no part in, with its own communicators, too: it may reach this
  * library's functions by their names. */
-static void lends(void) {
+static void real_library(void) {
   struct {
     uint64_t magic;
     int rank;
@@ -1086,7 +1086,7 @@ int main(int count, char** arguments) {
                {"splits", splits},
                {"groups", groups},
                {"errors", errors},
-               {"lends", lends},
+               {"real_library", real_library},
                {"lost", lost},
                {"differ", differ},
                {"messages_differ", messages_differ},

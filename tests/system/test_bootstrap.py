@@ -196,7 +196,7 @@ def overhear(port: int, size: int) -> bytes:
     return said
 
 
-OPENING, CHALLENGE, CLAIM = 16, 24, 64  # bytes: src/base/stream.h, src/bootstrap/door.h
+OPENING, CHALLENGE, CLAIM = 16, 24, 64  # bytes: src/base/stream.h, src/bootstrap/listener.h
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_checks import check_combined, dispatch, expert_output, kept_buffer
+from moe_checks import cached_buffer, check_combined, dispatch, expert_output
 from torch import Tensor
 
 import weft
@@ -30,7 +30,7 @@ def _points_elsewhere(tensor: Tensor) -> None:
 
 def check_moved(rank: Rank, move: Callable[[Tensor], None]) -> None:
     """Combine and a cached dispatch read the entries where they are now, not what lies where they were."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
     for entry in handle[:-1]:
         move(entry)
@@ -65,7 +65,7 @@ CHANGES = (_grows, _shrinks, _is_freed)
 
 
 def check_changed(rank: Rank, at: int, change: Callable[[Tensor], None]) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
     buffer.combine(recv_x, handle)  # the next one of its form takes the short way
     change(handle[at])
@@ -120,7 +120,7 @@ def test_routes_of_low_latency_handles_may_move_but_not_change(pair: RankPool) -
     pair.run(check_low_latency)
 
 
-def check_low_latency_alone(rank: Rank) -> None:
+def check_independent_handles(rank: Rank) -> None:
     """No handle depends on what is done to another; copies of changed ones are refused as those are."""
     buffer = low_buffer(rank)
     ids, weights = LOW.topk_idx(rank.rank), LOW.topk_weights(rank.rank)
@@ -144,12 +144,12 @@ def check_low_latency_alone(rank: Rank) -> None:
 
 
 def test_what_is_done_to_a_low_latency_handle_stays_with_it(pair: RankPool) -> None:
-    pair.run(check_low_latency_alone)
+    pair.run(check_independent_handles)
 
 
 def check_rebuilt(rank: Rank) -> None:
     """Wrappers of modules rebuild a tuple from its mapped entries. A copy of what is none is refused."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, SMALL, rank.rank)
     again = type(handle)(entry for entry in handle)
     check_combined(SMALL, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), again)[0])
@@ -183,7 +183,7 @@ def check_other_layout(rank: Rank) -> None:
 
     And counts of slots that no layout gives.
     """
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     ids = torch.tensor([[0, 1], [4, 5], [0, 4]])
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 8)
     others = ids[[1, 0, 2]]

@@ -153,7 +153,7 @@ def test_averages_have_the_bits_of_divided_sums() -> None:
 
 
 def _in_step(rank: Rank) -> list[bytes]:
-    """Calls of all kinds and sizes in a row, whose rounds and meetings share counters; sums that round."""
+    """Calls of all kinds and sizes in a row, whose rounds and rendezvous share counters; sums that round."""
     comm = Communicator(rank.group, timeout_s=60)
     call, empty = Collectives(comm.core), mixed(rank, comm)
     generator, chooser = torch.Generator().manual_seed(rank.rank), random.Random(7)

@@ -13,7 +13,7 @@ from programs import WEFT, run_program, torchrun
 from weft.bench.report import check_document
 from weft.demo.agreement import compare
 from weft.demo.model import Shape
-from weft.demo.train import Plan, train_alone, train_over_ranks
+from weft.demo.train import Plan, train_on_one_rank, train_over_ranks
 from weft.testing.ranks import run_ranks
 
 
@@ -38,7 +38,7 @@ def test_experts_over_two_nodes_train_to_the_losses_of_one_rank() -> None:
     plan = Plan(Shape(experts=16), steps=2, sequences=4, seed=0, device="cpu")
     with nodes(2, "fabric:tcp"):
         over_nodes = run_ranks(4, train_over_ranks, plan, 2, with_gpus=False)[0]
-    (alone,) = run_ranks(1, train_alone, plan, with_group=False, with_gpus=False)
+    (alone,) = run_ranks(1, train_on_one_rank, plan, with_group=False, with_gpus=False)
     agreement = compare(alone.losses, over_nodes.losses)
     assert agreement.holds, agreement.sentence()
 

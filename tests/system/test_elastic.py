@@ -21,7 +21,7 @@ from weft.testing.ranks import Rank, RankPool
 ALIGNMENT = 8
 
 
-def kept_buffer(rank: Rank, multiple: bool = True, hybrid: bool = True) -> weft.ElasticBuffer:
+def cached_buffer(rank: Rank, multiple: bool = True, hybrid: bool = True) -> weft.ElasticBuffer:
     """Return this rank's buffer of the pool, made at its first use."""
     key = f"elastic {multiple} {hybrid}"
     if key not in rank.kept:
@@ -93,7 +93,7 @@ def reference(
 
 
 def check_rows(rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any) -> None:
-    buffer, me = kept_buffer(rank, multiple, hybrid), rank.rank
+    buffer, me = cached_buffer(rank, multiple, hybrid), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     n, most = len(rows.src_rank), max(case.tokens)
     x, idx, weights, handle, event = dispatch(buffer, case, **options)
@@ -146,7 +146,7 @@ def check_rows(rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = 
 def check_expanded(
     rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any
 ) -> None:
-    buffer, me = kept_buffer(rank, multiple, hybrid), rank.rank
+    buffer, me = cached_buffer(rank, multiple, hybrid), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     n = len(rows.src_rank)
     x, idx, weights, handle, _ = dispatch(buffer, case, do_expand=True, do_zero_padding=True, **options)
@@ -227,7 +227,7 @@ def test_experts_that_ranks_do_not_divide(pair: RankPool) -> None:
 
 def check_received_only(rank: Rank, case: MoeCase) -> None:
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    x, idx, _, handle, _ = dispatch(kept_buffer(rank), case)
+    x, idx, _, handle, _ = dispatch(cached_buffer(rank), case)
     assert torch.equal(x, rows.take(case.all_x()))
     assert torch.equal(idx, rows.topk_idx)
     assert handle.num_recv_tokens_per_expert_list == rows.per_expert
@@ -238,7 +238,7 @@ def check_scales(rank: Rank, case: MoeCase, col_major: bool, do_expand: bool) ->
     scales = [case.scales(r, 3) for r in range(rank.size)]
     me = rank.rank
     mine = scales[me].T.contiguous().T
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     (x, sf), _, _, _, _ = dispatch(
         buffer, case, (quantized[me], mine), do_expand=do_expand, use_tma_aligned_col_major_sf=col_major
     )
@@ -263,7 +263,7 @@ def test_fp8_rows_bring_their_scales(pair: RankPool, col_major: bool, do_expand:
 
 
 def check_repeats(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     first = dispatch(buffer, case, do_expand=True, do_zero_padding=True)
     combined = buffer.combine(first[0], first[3])[0]
     for _ in range(5):
@@ -279,7 +279,7 @@ def test_repeats_are_bitwise_equal(pool: RankPool) -> None:
 
 
 def check_stats_and_copies(rank: Rank, case: MoeCase) -> None:
-    buffer, me = kept_buffer(rank), rank.rank
+    buffer, me = cached_buffer(rank), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     stats = torch.full((len(rows.per_expert),), 5, dtype=torch.int32)
     ids = case.topk_idx(me)
@@ -303,7 +303,7 @@ def test_stats_are_added_to_and_ids_are_copied_when_asked(pair: RankPool) -> Non
 
 
 def check_copied_handle(rank: Rank, case: MoeCase, do_expand: bool) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     x, _, _, handle, _ = dispatch(buffer, case, do_expand=do_expand)
     combined = buffer.combine(x, handle)[0]
     for copied in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
@@ -329,7 +329,7 @@ FIELDS: dict[str, list[Any]] = {
 
 def check_fields(rank: Rank, case: MoeCase, do_expand: bool) -> None:
     """A field that was set to what does not fit is named, and the handle serves again with the old one."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     x, _, _, handle, _ = dispatch(buffer, case, do_expand=do_expand)
     combined = buffer.combine(x, handle)[0]
     wrong = {**FIELDS, **({"num_expanded_tokens": [3, -1], "expansion": [None]} if do_expand else {})}
@@ -353,7 +353,7 @@ def test_fields_of_a_handle_that_do_not_fit_are_named(pair: RankPool, do_expand:
 
 
 def check_sessions(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     mine = [torch.full((3, 5), rank.rank + 1.0), torch.arange(7) + rank.rank, torch.rand(5000)]
     everyone: list[Any] = [None] * rank.size
     torch.distributed.all_gather_object(everyone, mine, group=rank.group)
@@ -419,7 +419,7 @@ def check_handle_outlives_its_buffer(rank: Rank, case: MoeCase, do_expand: bool,
     handle.note = "a client's own"
     sent = None if do_expand and not multiple else weights
     new = weft.ElasticBuffer(rank.group, num_bytes=0, allow_multiple_reduction=multiple)
-    for buffer in (new, kept_buffer(rank, multiple)):
+    for buffer in (new, cached_buffer(rank, multiple)):
         combined, back, _ = buffer.combine(x, handle, topk_weights=sent)
         assert combined.shape == (case.tokens[me], case.hidden)
         if back is not None:
@@ -438,7 +438,7 @@ def test_a_handle_belongs_to_its_dispatch(pair: RankPool, do_expand: bool, multi
 
 
 def check_refusals(rank: Rank, case: MoeCase) -> None:
-    buffer, me = kept_buffer(rank), rank.rank
+    buffer, me = cached_buffer(rank), rank.rank
     x, ids = case.x(me), case.topk_idx(me)
     few: dict[str, Any] = {"num_experts": case.num_experts, "num_max_tokens_per_rank": 1}
     with pytest.raises(weft.Error, match="num_max_tokens_per_rank"):

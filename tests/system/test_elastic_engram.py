@@ -14,7 +14,7 @@ import weft
 from weft.testing.ranks import Rank, RankPool, run_ranks
 
 
-def kept_buffer(rank: Rank) -> weft.ElasticBuffer:
+def cached_buffer(rank: Rank) -> weft.ElasticBuffer:
     if "engram" not in rank.kept:
         rank.kept["engram"] = weft.ElasticBuffer(rank.group, num_bytes=2 << 20, num_cpu_timeout_secs=30)
     return rank.kept["engram"]
@@ -34,7 +34,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def read_back(rank: Rank, num_entries: int, hidden: int, dtype: torch.dtype, ids: torch.dtype) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     generator = torch.Generator().manual_seed(rank.rank)
     for round in range(3):
         shards = [entries_of(r, num_entries, hidden, dtype, round) for r in range(rank.size)]
@@ -66,7 +66,7 @@ def test_fetched_entries_are_those_of_the_whole_table(
 
 
 def read_fp8(rank: Rank, scale_type: torch.dtype, col_major: bool) -> None:
-    buffer, num_entries, hidden, words = kept_buffer(rank), 12, 256, 2
+    buffer, num_entries, hidden, words = cached_buffer(rank), 12, 256, 2
     shards = [entries_of(r, num_entries, hidden, torch.float8_e4m3fn) for r in range(rank.size)]
     scales = torch.arange(rank.size * num_entries * words).view(-1, words).to(scale_type)
     buffer.engram_write(shards[rank.rank], scales)

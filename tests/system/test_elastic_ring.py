@@ -25,7 +25,7 @@ def trio() -> Iterator[RankPool]:
         yield ranks
 
 
-def kept_buffer(rank: Rank) -> weft.ElasticBuffer:
+def cached_buffer(rank: Rank) -> weft.ElasticBuffer:
     if "ring" not in rank.kept:
         buffer = weft.ElasticBuffer(rank.group, num_bytes=2 << 20, num_cpu_timeout_secs=30)
         buffer.pp_set_config(MAX_BYTES, IN_FLIGHT)
@@ -42,7 +42,7 @@ def message(src: int, dst: int, number: int, num_bytes: int, offset: int = 0) ->
 
 def pass_around(rank: Rank, num_bytes: int, offset: int) -> None:
     """Every rank sends to both neighbours, then receives from both, several rounds on end."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     ahead, behind = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     for number in range(2 * IN_FLIGHT + 1):
         for peer in (ahead, behind):
@@ -66,7 +66,7 @@ def test_messages_arrive_whole_and_in_order(pool: RankPool, num_bytes: int, offs
 
 def follow_schedule(rank: Rank, seed: int) -> None:
     """The same random schedule on all ranks: a send never has more than IN_FLIGHT before it unreceived."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     chooser = random.Random(seed)
     under_way: dict[tuple[int, int], list[tuple[int, int]]] = {}
     number = 0
@@ -101,7 +101,7 @@ def test_any_schedule_within_the_slots(pool: RankPool, seed: int) -> None:
 
 def send_more_than_slots(rank: Rank) -> None:
     """The sender runs ahead of a slow receiver and waits for it."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     buffer.barrier(with_cpu_sync=True)
     many = 4 * IN_FLIGHT
     if rank.rank == 0:
@@ -120,7 +120,7 @@ def test_a_sender_waits_for_a_slot(trio: RankPool) -> None:
 
 
 def refuse(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     ahead = (rank.rank + 1) % rank.size
     t = torch.ones(10)
     with pytest.raises(weft.Error, match="t: got"):
@@ -155,7 +155,7 @@ def test_bad_arguments_are_named_and_the_ring_stays_usable(trio: RankPool) -> No
 
 
 def only_neighbours(rank: Rank) -> str:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     with pytest.raises(weft.Error) as refused:
         buffer.pp_send(torch.ones(1), (rank.rank + 2) % rank.size)
     return str(refused.value)

@@ -51,7 +51,7 @@ CALLS: dict[str, dict[str, Argument]] = {
     "reduce": {"tensor": _tensor(), "root": lambda size: size - 1, "op": lambda size: "sum"},
     "send_recv": {"tensor": _tensor(), "out": _tensor()},
 }
-ALONE: dict[str, dict[str, Argument]] = {
+ONE_RANK: dict[str, dict[str, Argument]] = {
     "gather": {
         "tensor": _tensor(),
         "root": lambda size: 0,
@@ -67,7 +67,7 @@ ALONE: dict[str, dict[str, Argument]] = {
 def _fuzz(rank: Rank, examples: int) -> None:
     warnings.simplefilter("ignore")
     comm = Communicator(rank.group, timeout_s=60)
-    calls = CALLS if rank.size > 1 else {**CALLS, **ALONE}
+    calls = CALLS if rank.size > 1 else {**CALLS, **ONE_RANK}
 
     @hostile.examples(examples)
     @given(st.data())

@@ -77,7 +77,7 @@ def test_results_are_those_of_the_general_kernels(
     monkeypatch.setenv("WEFT_LOW_LATENCY_LINE_TOKENS", line_tokens)
     run_ranks(2, compare, setting, form, hooks, str(tmp_path), with_gpus=False, deadline_s=300.0)
     rows = [json.loads(line) for line in (tmp_path / "kernels").read_text().splitlines()]
-    names = {"low_latency_dispatch_of_form", "low_latency_combine_of_form"}
+    names = {"low_latency_dispatch_of_facts", "low_latency_combine_of_facts"}
     assert {row["name"] for row in rows} == names
     # What only one of the two ranks' calls has, the number of tokens, is a constant of "calls".
     assert len({row["prelude"] for row in rows}) == len(names) * (2 if setting == "calls" else 1)

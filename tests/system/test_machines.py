@@ -113,8 +113,8 @@ def test_the_log_says_which_network_was_taken_and_why(program: Path) -> None:
         ]
         printed = _printed(workers)
     only = "the only one that is up and leads to other machines"
-    assert f"a meeting of ranks on eth0 (10.77.0.1): {only}" in printed[0], printed
-    assert "a meeting of ranks" not in printed[1]
+    assert f"a rendezvous of ranks on eth0 (10.77.0.1): {only}" in printed[0], printed
+    assert "a rendezvous of ranks" not in printed[1]
     for at, text in enumerate(printed):
         assert "0 ranks mapped, 1 through proxy: fabric:tcp (the first that is usable) on " in text, text
         assert f"eth0@10.77.0.{at + 1} (the first that is usable" in text, text

@@ -18,6 +18,7 @@ from moe_checks import (
     WINDOW_BYTES,
     FakeMpi,
     barrier,
+    cached_buffer,
     check_cached,
     check_case,
     check_combined,
@@ -31,7 +32,6 @@ from moe_checks import (
     check_worst_tokens,
     dispatch,
     expert_output,
-    kept_buffer,
 )
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def check_nvfp4(rank: Rank, case: MoeCase, per_row: bool, column_major: bool) ->
     factors = [case.scales(r, 1) if per_row else torch.tensor([2.5 + r]) for r in range(rank.size)]
     mine = scales[rank.rank].T.contiguous().T if column_major else scales[rank.rank]
     x = (packed[rank.rank], mine, factors[rank.rank])
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     (recv_x, recv_scales, recv_factors), idx, _, _, handle, _ = dispatch(buffer, case, rank.rank, x)
     assert torch.equal(recv_x, rows.take(packed))
     assert torch.equal(recv_scales, rows.take(scales))
@@ -137,7 +137,7 @@ def test_nvfp4_rows_bring_both_kinds_of_scales(pair: RankPool, per_row: bool, co
 
 
 def check_int32_routes(rank: Rank, case: MoeCase) -> None:
-    buffer, topk_idx = kept_buffer(rank), case.topk_idx(rank.rank).int()
+    buffer, topk_idx = cached_buffer(rank), case.topk_idx(rank.rank).int()
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
     recv_x, recv_idx, recv_weights, counts, _, _ = buffer.dispatch(
         case.x(rank.rank),
@@ -160,7 +160,7 @@ def test_routes_of_int32_come_back_as_int32(pair: RankPool) -> None:
 
 
 def check_alignment(rank: Rank, case: MoeCase, alignment: int) -> None:
-    counts = dispatch(kept_buffer(rank), case, rank.rank, expert_alignment=alignment)[3]
+    counts = dispatch(cached_buffer(rank), case, rank.rank, expert_alignment=alignment)[3]
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
     assert counts == [-(-n // alignment) * alignment for n in rows.per_expert]
     assert all(type(count) is int for count in counts)
@@ -209,7 +209,7 @@ def test_cached_dispatch_repeats_the_routes(pair: RankPool) -> None:
 
 
 def check_handle_entries(rank: Rank, case: MoeCase) -> None:
-    handle = dispatch(kept_buffer(rank), case, rank.rank)[4]
+    handle = dispatch(cached_buffer(rank), case, rank.rank)[4]
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
     per_rank, _, in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)
     assert isinstance(handle, tuple)
@@ -232,7 +232,7 @@ def test_dispatch_without_top_k(pair: RankPool) -> None:
 
 
 def check_biases(rank: Rank, case: MoeCase, num_biases: int) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
     biases = tuple(case.bias(rank.rank, i) for i in range(num_biases))
     given_bias = biases if num_biases == 2 else biases[0] if biases else None
@@ -246,7 +246,7 @@ def test_sums_start_from_the_biases(pair: RankPool, num_biases: int) -> None:
 
 
 def check_asynchronous(rank: Rank, case: MoeCase, as_handle: bool, on_comm_stream: bool) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     previous: Any = weft.EventHandle() if as_handle else buffer.capture()
     options = {
         "previous_event": previous,
@@ -270,7 +270,7 @@ def test_asynchronous_calls_take_and_give_events(
 
 
 def check_aliases(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     topk_idx = case.topk_idx(rank.rank)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
     config = buffer.get_dispatch_config(rank.size)
@@ -297,7 +297,7 @@ def test_internode_names_are_the_same_calls(pair: RankPool) -> None:
 
 
 def check_outstanding(rank: Rank, first: MoeCase, second: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     one, _, _, _, first_handle, _ = dispatch(buffer, first, rank.rank)
     kept = one.clone()
     two, _, _, _, second_handle, _ = dispatch(buffer, second, rank.rank)
@@ -380,7 +380,7 @@ def test_attributes_and_destruction(pair: RankPool) -> None:
 
 def check_destroy_needs_consent(rank: Rank) -> None:
     with pytest.raises(weft.Error, match="explicitly_destroy"):
-        kept_buffer(rank).destroy()
+        cached_buffer(rank).destroy()
     check_round_trip(rank, SMALL)
 
 
@@ -389,7 +389,7 @@ def test_destroy_needs_explicitly_destroy(pair: RankPool) -> None:
 
 
 def check_local_view(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     whole = buffer.get_local_buffer_tensor(torch.uint8)
     assert whole.dim() == 1
     assert whole.numel() >= buffer.num_nvl_bytes
@@ -512,7 +512,7 @@ BAD_DISPATCH: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 
 def check_bad_dispatch(rank: Rank, case: MoeCase, name: str) -> None:
     argument, change = BAD_DISPATCH[name]
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     arguments = good_dispatch(buffer, case, rank.rank)
     arguments[argument] = change(arguments)
     if argument == "handle":
@@ -529,7 +529,7 @@ def test_bad_dispatch_arguments_are_named(pair: RankPool, name: str) -> None:
 
 
 def check_contradictions(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     arguments = good_dispatch(buffer, case, rank.rank)
     *_, handle, _ = buffer.dispatch(**arguments)
     with pytest.raises(weft.Error, match="topk_idx"):
@@ -553,7 +553,7 @@ def test_arguments_that_exclude_each_other(pair: RankPool) -> None:
 
 
 def check_layout_arguments(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     good = torch.zeros((3, 2), dtype=torch.int64)
     for bad in (good[0], good.float(), good.T, None, good.to("meta")):
         with pytest.raises(weft.Error, match="topk_idx"):
@@ -591,7 +591,7 @@ BAD_COMBINE: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
 
 
 def check_bad_combine(rank: Rank, case: MoeCase, name: str) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case, rank.rank)
     argument, change = BAD_COMBINE[name]
     arguments = {"x": recv_x, "handle": handle, "topk_weights": recv_weights}
@@ -700,7 +700,7 @@ def test_a_handle_without_counts_serves_every_buffer_of_its_ranks(pair: RankPool
 
 def check_copied_handle(rank: Rank, case: MoeCase) -> None:
     """Copies of a handle, as deepcopy and pickle make them, are handles of the same dispatch."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
     for copied in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
         assert type(copied) is type(handle)
@@ -720,7 +720,7 @@ def check_foreign_handle(rank: Rank, case: MoeCase) -> None:
     )
     own_case = MoeCase(tokens=(6,), hidden=64, top_k=3, num_experts=4)
     recv_x, _, _, _, handle, _ = dispatch(alone, own_case, 0)
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     good = dispatch(buffer, case, rank.rank)
     facts = good[4][-1].clone()
     facts[0] += 1
@@ -750,7 +750,7 @@ def test_a_handle_of_other_ranks_is_refused(pair: RankPool) -> None:
 
 def check_different_handles(rank: Rank, case: MoeCase) -> None:
     """Each rank combines another dispatch; every rank hears of it, and nothing is lost."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     results = [dispatch(buffer, case, rank.rank) for _ in range(2)]
     recv_x, handle = results[rank.rank % 2][0], results[rank.rank % 2][4]
     with pytest.raises(weft.Error, match="handle"):
@@ -766,7 +766,7 @@ def test_combining_different_dispatches_is_refused_on_all_ranks(pair: RankPool) 
 
 def check_disagreements(rank: Rank, case: MoeCase) -> None:
     """The ranks give a combine or a cached dispatch different things: all hear of it, and can go on."""
-    buffer, is_first = kept_buffer(rank), rank.rank == 0
+    buffer, is_first = cached_buffer(rank), rank.rank == 0
     recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case, rank.rank)
     x, words = case.x(rank.rank), case.scales(rank.rank, 4)
     for argument, call in (
@@ -791,7 +791,7 @@ def test_ranks_that_disagree_all_hear_of_it(pair: RankPool) -> None:
 
 def check_other_width(rank: Rank, case: MoeCase) -> None:
     """Experts may return rows of another width than they got."""
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
     combined, _, _ = buffer.combine(torch.cat((recv_x, recv_x, recv_x), dim=1), handle)
     copies = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2].sum(dim=1, keepdim=True)
@@ -815,7 +815,7 @@ def check_mismatch(rank: Rank, case: MoeCase, name: str) -> None:
     changed = MISMATCHES[name] if rank.rank == rank.size - 1 else {}
     fields = {field: getattr(case, field) for field in ("tokens", "hidden", "top_k", "num_experts")}
     with pytest.raises(weft.Error, match=r"rank"):
-        dispatch(kept_buffer(rank), MoeCase(**{**fields, **changed}), rank.rank)
+        dispatch(cached_buffer(rank), MoeCase(**{**fields, **changed}), rank.rank)
     barrier(rank)
     check_round_trip(rank, case)
 
@@ -831,7 +831,7 @@ def check_element_mismatch(rank: Rank, case: MoeCase) -> None:
     x = case.x(rank.rank)
     x = x.float() if rank.rank == 0 else torch.cat((x, x), dim=1)  # the same bytes a row
     with pytest.raises(weft.Error, match="rank"):
-        dispatch(kept_buffer(rank), case, rank.rank, x)
+        dispatch(cached_buffer(rank), case, rank.rank, x)
     barrier(rank)
     check_round_trip(rank, case)
 
@@ -842,11 +842,11 @@ def test_types_that_differ_between_ranks_raise_on_all(pair: RankPool) -> None:
 
 def check_id_mismatch(rank: Rank, case: MoeCase) -> None:
     """One rank's ids are int32, the others' int64."""
-    arguments = good_dispatch(kept_buffer(rank), case, rank.rank)
+    arguments = good_dispatch(cached_buffer(rank), case, rank.rank)
     if rank.rank == 0:
         arguments["topk_idx"] = arguments["topk_idx"].int()
     with pytest.raises(weft.Error, match=r"topk_idx \(bytes per id\): got [48] on rank . and [48] on rank"):
-        kept_buffer(rank).dispatch(**arguments)
+        cached_buffer(rank).dispatch(**arguments)
     barrier(rank)
     check_round_trip(rank, case)
 
@@ -856,7 +856,7 @@ def test_id_types_that_differ_between_ranks_raise_on_all(pair: RankPool) -> None
 
 
 def check_too_few_worst_tokens(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     with pytest.raises(weft.Error, match="num_worst_tokens"):
         dispatch(buffer, case, rank.rank, num_worst_tokens=3)
     barrier(rank)

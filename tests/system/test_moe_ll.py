@@ -398,7 +398,7 @@ def test_a_masked_rank_is_left_out(name: str) -> None:
         pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
 
 
-def check_meeting(rank: Rank) -> None:
+def check_clean_up(rank: Rank) -> None:
     """The last rank stays away from a clean-up, which masks it; the others go on, and clean up again."""
     case = MoeCase((6, 9, 4), 128, 3, 6)
     num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
@@ -423,7 +423,7 @@ def check_meeting(rank: Rank) -> None:
 
 def test_a_rank_that_stays_away_from_a_clean_up_is_masked() -> None:
     with RankPool(3, with_gpus=False) as pool:
-        pool.run(check_meeting)
+        pool.run(check_clean_up)
 
 
 def make_over_another_wire(rank: Rank, names: tuple[str, ...]) -> None:

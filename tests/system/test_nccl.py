@@ -188,7 +188,7 @@ def test_what_weft_has_no_part_in_goes_to_the_real_library(program: Path, tmp_pa
     flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     source = SOURCE.with_name("nccl_real.c")
     subprocess.run(["cc", *flags, str(source), "-o", str(real)], check=True, timeout=100)
-    _pass(program, "lends", 1, tmp_path, WEFT_NCCL_LIBRARY=str(real))
+    _pass(program, "real_library", 1, tmp_path, WEFT_NCCL_LIBRARY=str(real))
 
 
 def _symbols(library: Path, option: str) -> set[str]:

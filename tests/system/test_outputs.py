@@ -94,17 +94,17 @@ def check_ordinary(rank: Rank, name: str, case: MoeCase) -> None:
     buffer, outputs, handle = call(rank, case, **options)
     before = {name: output.clone() for name, output in outputs.items()}
     assert all(output._base is None for output in outputs.values())
-    lent = {name for name, output in outputs.items() if not output.untyped_storage().resizable()}
+    leased = {name for name, output in outputs.items() if not output.untyped_storage().resizable()}
     is_large = outputs["rows"].nbytes >= LARGE_BYTES and "expanded" not in name and name != "low latency"
-    assert lent == ({"rows"} if is_large else set())
+    assert leased == ({"rows"} if is_large else set())
     rows = outputs["rows"].clone()
     room = buffer._contexts.alive().core.largest_piece_bytes
     for output in outputs.values():
         output.untyped_storage().resize_(0)
-    if lent:
+    if leased:
         assert buffer._contexts.alive().core.largest_piece_bytes >= room + rows.nbytes
     again = call(rank, case, **options)[1]  # into whatever memory the first ones had
-    for output in lent:
+    for output in leased:
         del outputs[output], before[output]
     for output, wanted in before.items():
         storage = outputs[output].untyped_storage()
@@ -247,7 +247,7 @@ def test_outputs_of_autograd_can_be_changed_in_place(pair: RankPool) -> None:
     pair.run(check_changed_in_place, CASES[0])
 
 
-def check_repeat_beside_kept_rows(rank: Rank) -> None:
+def check_repeat_with_later_rows(rank: Rank) -> None:
     """A handle repeats a large dispatch while rows of many smaller, later ones are kept, as micro-batches keep them."""
     buffer = weft.Buffer(rank.group, 1 << 20, explicitly_destroy=True)
     cases = [MoeCase((tokens, 30), 4096, 2, 4, "one expert", seed=4) for tokens in (1030, *[258] * 12)]
@@ -260,7 +260,7 @@ def check_repeat_beside_kept_rows(rank: Rank) -> None:
 
 
 def test_a_handle_can_be_repeated_while_later_rows_are_kept(pair: RankPool) -> None:
-    pair.run(check_repeat_beside_kept_rows)
+    pair.run(check_repeat_with_later_rows)
 
 
 def _unaligned(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from p2p_checks import Form, check_received, check_sums, exchange, make, results_of, rows_of, sent_of
 
 from weft.errors import Error
-from weft.moe.p2p_phases import Kept
+from weft.moe.p2p_phases import SavedInput
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
 
@@ -46,13 +46,13 @@ def test_what_was_sent_may_be_written_again(form: Form) -> None:
 
 
 def test_where_no_copy_is_kept_a_write_is_refused() -> None:
-    kept = Kept("topk_idx", torch.zeros(2, 3))
-    assert kept.tensor().tolist() == [[0.0] * 3] * 2
-    kept.tensor().add_(1)  # as on CUDA, where this is the caller's
+    saved = SavedInput("topk_idx", torch.zeros(2, 3))
+    assert saved.tensor().tolist() == [[0.0] * 3] * 2
+    saved.tensor().add_(1)  # as on CUDA, where this is the caller's
     with pytest.raises(Error, match=r"^topk_idx: got a tensor written after its send"):
-        kept.tensor()
+        saved.tensor()
     with torch.inference_mode():
-        unwatched = Kept("topk_idx", torch.zeros(2))
+        unwatched = SavedInput("topk_idx", torch.zeros(2))
         unwatched.tensor().add_(1)
         assert unwatched.tensor().tolist() == [1.0, 1.0]
 

@@ -13,6 +13,7 @@ import torch
 from port_nodes import nodes
 from test_elastic import (
     ALIGNMENT,
+    cached_buffer,
     case_for,
     check_expanded,
     check_handle_outlives_its_buffer,
@@ -24,7 +25,6 @@ from test_elastic import (
     check_sessions_fit,
     check_stats_and_copies,
     dispatch,
-    kept_buffer,
     logical_size,
     node_of_rank,
 )
@@ -70,7 +70,7 @@ def test_both_layouts_and_every_recipe(
         {"empty_share": 0.9},
         {"tokens": (0,)},
         {"tokens": (0, 0, 9)},  # none on a whole node
-        {"tokens": (300, 40), "hidden": 2048},  # many laps of a hub's rings
+        {"tokens": (300, 40), "hidden": 2048},  # many laps of a rail peer's rings
     ],
     ids=str,
 )
@@ -105,8 +105,8 @@ def test_whatever_a_call_can_do(
 
 def _modes_do_not_mix(rank: Rank, case: MoeCase) -> None:
     """A handle keeps where rows go: once per node, or once per rank."""
-    x, _, _, handle, _ = dispatch(kept_buffer(rank, hybrid=True), case)
-    buffer = kept_buffer(rank, hybrid=False)
+    x, _, _, handle, _ = dispatch(cached_buffer(rank, hybrid=True), case)
+    buffer = cached_buffer(rank, hybrid=False)
     if len(set(node_of_rank(rank.size))) == rank.size:  # nodes of one: there is no difference
         assert buffer.combine(x, handle)[0].shape == (case.tokens[rank.rank], case.hidden)
         return
@@ -116,7 +116,7 @@ def _modes_do_not_mix(rank: Rank, case: MoeCase) -> None:
 
 def _domains(rank: Rank) -> None:
     for hybrid in (True, False):
-        buffer = kept_buffer(rank, hybrid=hybrid)
+        buffer = cached_buffer(rank, hybrid=hybrid)
         per_node = [node_of_rank(rank.size).count(node) for node in set(node_of_rank(rank.size))]
         assert buffer.get_physical_domain_size() == (len(per_node), max(per_node))
         assert deep_ep.get_physical_domain_size(rank.group) == buffer.get_physical_domain_size()

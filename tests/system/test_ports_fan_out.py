@@ -159,9 +159,9 @@ def _says(rank: Rank, shrinks: bool) -> tuple[bool, bool, bool]:
     assert engine is not None
     mode = engine.low_latency
     return (
-        mode.sends_once_per_node(64, 8, 16, 8192, 0),
-        mode.replies_once_per_node(64, 8, 16, 8192),
-        mode.replies_once_per_node(4096, 8, 16, 8192),  # no room to gather so many
+        mode.sends_once_per_domain(64, 8, 16, 8192, 0),
+        mode.replies_once_per_domain(64, 8, 16, 8192),
+        mode.replies_once_per_domain(4096, 8, 16, 8192),  # no room to gather so many
     )
 
 
@@ -171,7 +171,7 @@ def _says(rank: Rank, shrinks: bool) -> tuple[bool, bool, bool]:
         ("auto", 2, False, True),
         ("auto", 1, False, False),
         ("node", 1, False, False),  # nobody to share with
-        ("node", 2, True, False),  # a carrier that is lost would take the tokens of ranks that live
+        ("node", 2, True, False),  # a lost rail peer would take the tokens of ranks that live
         ("direct", 2, False, False),
     ],
 )

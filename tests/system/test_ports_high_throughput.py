@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from moe_checks import (
     WINDOW_BYTES,
     barrier,
+    cached_buffer,
     check_cached,
     check_case,
     check_combined,
@@ -31,7 +32,6 @@ from moe_checks import (
     check_worst_tokens,
     dispatch,
     expert_output,
-    kept_buffer,
 )
 from port_nodes import bench_moe, check_network_rows, network_bytes, nodes
 from test_moe_ht import (
@@ -100,7 +100,10 @@ def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.Dat
         ((3, 4), {"routing": "any", "top_k": 12}),
         ((100, 230, 60), {"hidden": 7168, "top_k": 8, "num_experts": 256}),
         ((4, 3), {"hidden": 16384, "top_k": 2, "num_experts": 3}),  # ranks, and a node, without an expert
-        ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one hub's rings
+        (
+            (700, 40),
+            {"hidden": 2048, "top_k": 2, "routing": "one expert"},
+        ),  # many laps of one rail peer's rings
     ],
     ids=str,
 )
@@ -155,7 +158,7 @@ def test_more_rows_than_worst_tokens_is_reported(pool: RankPool) -> None:
 
 
 def _check_groups_and_handle(rank: Rank, case: MoeCase, ranks_per_node: int) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     assert buffer.runtime is not None
     node_of = [r // ranks_per_node for r in range(rank.size)]
     num_nodes = node_of[-1] + 1
@@ -197,7 +200,7 @@ def test_groups_and_handles_are_those_of_deepep_across_nodes() -> None:
 
 
 def _check_gradients(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     x = case.x(rank.rank).requires_grad_()
     weights = case.topk_weights(rank.rank).requires_grad_()
     arrived = dispatch_with_gradient(buffer, x, case.topk_idx(rank.rank), weights, case.num_experts)
@@ -216,8 +219,8 @@ def test_gradients_flow_back_along_the_routes(pool: RankPool) -> None:
 
 def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> list[int]:
     """Each way, a row crosses the network once per (token, other node). Return the bytes of all ranks each way."""
-    buffer = kept_buffer(rank)
-    check_round_trip(rank, case)  # growth and first meetings
+    buffer = cached_buffer(rank)
+    check_round_trip(rank, case)  # growth and first rendezvous
     in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2]
     nodes_of = in_rank.unflatten(1, (-1, ranks_per_node)).any(dim=2)
     nodes_of[:, rank.rank // ranks_per_node] = False
@@ -338,7 +341,7 @@ def test_bench_moe_has_floors_of_memory_and_network(tmp_path: Path) -> None:
 
 
 def _too_wide(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     wide = MoeCase((2,) * rank.size, 1 << 18, 1, 4)
     with pytest.raises(
         Error, match=r"x: got rows of 524288 bytes, allowed: up to \d+ among ranks that do not all map"
@@ -387,7 +390,7 @@ def test_who_dies_is_named_before_the_deadline(lost: frozenset[int], dies_in_com
 
 
 def _one_is_late(rank: Rank) -> None:
-    buffer = kept_buffer(rank)
+    buffer = cached_buffer(rank)
     for turn in range(4):
         if rank.rank == turn:
             time.sleep(1.5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from moe_checks import check_round_trip
 from port_nodes import _settings, network_bytes, tokens_of, use_ports  # noqa: F401
+from test_elastic_engram import read_back
 from test_elastic_ring import pass_around
 from test_moe_ll import MOST_TOKENS, check_ll_round_trip
 
@@ -23,12 +24,12 @@ from weft.testing.ranks import Rank, run_ranks
 from weft.testing.round_trips import BF16
 
 
-def _put_bytes(rank: Rank) -> tuple[int, int]:
-    """Return the bytes of this rank's puts, and of those with an end in a host part."""
+def _put_bytes(rank: Rank, operation: str = "proxy.put") -> tuple[int, int]:
+    """Return the bytes of this rank's puts, or gets, and of those with an end in a host part."""
     network_bytes()  # all puts are counted
     moved = {counted["operation"]: int(counted["bytes"]) for counted in _core.tally()["operations"]}
     rank.meet()
-    return moved["proxy.put"], moved["proxy.put.host"]
+    return moved[operation], moved[operation + ".host"]
 
 
 def _experts(rank: Rank) -> tuple[int, int]:
@@ -55,7 +56,13 @@ def _messages(rank: Rank) -> tuple[int, int]:
     return _put_bytes(rank)
 
 
-# Rings of the last place have neighbours of both kinds. Shared memory takes no loans, which are in no window.
+def _reads(rank: Rank) -> tuple[int, int]:
+    for entries, hidden in ((7, 5), (33, 2049), (5000, 256)):
+        read_back(rank, entries, hidden, torch.bfloat16, torch.int64)
+    return _put_bytes(rank, "proxy.get")
+
+
+# Rings of the last place have neighbours of both kinds. Shared memory takes no registrations, which are in no window.
 @pytest.mark.parametrize(
     ("calls", "place"),
     [
@@ -66,6 +73,8 @@ def _messages(rank: Rank) -> tuple[int, int]:
         (_collectives, (3, 1, "fabric:shm")),
         (_messages, (2, 1, "fabric:tcp")),
         (_messages, (5, 3, "fabric:shm")),
+        (_reads, (3, 1, "fabric:shm")),
+        (_reads, (4, 2, "fabric:tcp")),
     ],
     ids=lambda part: getattr(part, "__name__", str(part)),
 )

@@ -318,7 +318,7 @@ def test_repeated_low_latency_calls_take_few_steps() -> None:
     run_ranks(2, _few_low_latency_steps)
 
 
-def _kept_combine_plans(rank: Rank) -> None:
+def _cached_combine_plans(rank: Rank) -> None:
     pair, x = _Pair(rank), torch.randn(5, 256).bfloat16()
     rows, counts, handle, _, _ = pair.dispatch(x)
     pair.buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)
@@ -342,7 +342,7 @@ def _kept_combine_plans(rank: Rank) -> None:
 
 
 def test_combines_of_every_kind_are_planned_once() -> None:
-    run_ranks(2, _kept_combine_plans)
+    run_ranks(2, _cached_combine_plans)
 
 
 def _hooks(rank: Rank) -> None:

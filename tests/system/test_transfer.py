@@ -204,7 +204,7 @@ def test_registered_memory_lives_until_it_is_taken_back(pair: Pair) -> None:
     pair.a.write(pair.src_memory, remote, 64, imm=9)
     pair.b.imm(pair.a_at_b, 9).wait(1)
     assert bytes(gone() or b"") == bytes(range(64))
-    assert span_id in pair.b._kept
+    assert span_id in pair.b._held
     pair.b.close()
     gc.collect()
     assert gone() is None

@@ -159,7 +159,7 @@ TEST_F(CacheTest, AnOpenFileIsTheOneThatWasChecked) {
   ASSERT_TRUE(checked.has_value());
   fs::remove_all(folder_);
   cache.store("copy", "another one");
-  EXPECT_TRUE(read_whole(checked->descriptor, "it")->ends_with("\nkernel"));
+  EXPECT_TRUE(read_all(checked->descriptor, "it")->ends_with("\nkernel"));
 }
 
 TEST_F(CacheTest, FoldersOnTheWayAreMadeForTheirOwnerAloneToWrite) {

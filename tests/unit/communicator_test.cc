@@ -117,7 +117,7 @@ TEST(Communicator, AnotherVersionOfWeftIsNamed) {
     });
 }
 
-void send_to(const ParcelAddress& to, const std::string& bytes) {
+void send_to(const FdAddress& to, const std::string& bytes) {
   const int socket = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
@@ -134,18 +134,19 @@ TEST(Communicator, StrangersAtItsSocketChangeNothing) {
     const auto comm = *Communicator::create(boot, Device{}, kTimeout_s);
     for (const std::string& junk :
          {std::string(), std::string("x"), std::string(32, '\0'), std::string(900, '\xff')})
-      send_to(comm->parcels().address(), junk);
+      send_to(comm->fd_exchange().address(), junk);
     const auto window = Window::create(comm, 4096);
     EXPECT_TRUE(window.ok()) << window.status().message();
     EXPECT_TRUE(comm->barrier().ok());
   });
 }
 
-TEST(Communicator, ParcelsThatAreTooLongAreRefused) {
+TEST(Communicator, FdMessagesThatAreTooLongAreRefused) {
   run_thread_ranks(1, [](std::shared_ptr<Bootstrap> boot) {
     const auto comm = *Communicator::create(boot, Device{}, kTimeout_s);
-    const Parcel parcel{std::string(ParcelExchange::kMaxBytes + 1, 'x'), {}};
-    EXPECT_EQ(comm->parcels().all_gather(parcel, "test", comm->deadline()).status().code(), Code::kInvalid);
+    const FdMessage message{std::string(FdExchange::kMaxBytes + 1, 'x'), {}};
+    EXPECT_EQ(comm->fd_exchange().all_gather(message, "test", comm->deadline()).status().code(),
+              Code::kInvalid);
   });
 }
 

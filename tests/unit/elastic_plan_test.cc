@@ -54,7 +54,7 @@ TEST(ElasticPlan, GridsFitTheMachine) {
   EXPECT_EQ(plan_ring_message(uint64_t{1} << 32, 5, kH200).blocks, 5u);
 }
 
-TEST(ElasticPlan, EntriesLandBehindTheTableAndApart) {
+TEST(ElasticPlan, WordsLandingsAndEntriesLieApart) {
   for (const ComputeLimits& limits : {kH200, kHost}) {
     for (uint64_t row_bytes : {uint64_t{1}, uint64_t{16}, uint64_t{14337}}) {
       const EngramLayout near = plan_engram(7, row_bytes, false, limits);
@@ -62,11 +62,13 @@ TEST(ElasticPlan, EntriesLandBehindTheTableAndApart) {
       const EngramLayout far = plan_engram(7, row_bytes, true, limits);
       const GridPlan grid = plan_engram_fetch(uint64_t{1} << 32, true, limits);
       const uint64_t warps = uint64_t{grid.blocks} * (limits.is_cuda ? grid.threads_per_block / 32 : 1);
-      EXPECT_GE(far.words, round_up(7 * row_bytes, 16));
+      EXPECT_EQ(far.words, 0u) << "words come first, as they alone need a host part";
       EXPECT_GE(far.landings, far.words + warps * kLandings * 8);
       EXPECT_EQ(far.landings % 16 + far.landing_bytes % 16, 0u);
       EXPECT_GE(far.landing_bytes, row_bytes + 15);
-      EXPECT_GE(far.end, far.landings + warps * kLandings * far.landing_bytes);
+      EXPECT_GE(far.entries, far.landings + warps * kLandings * far.landing_bytes);
+      EXPECT_EQ(far.entries % 16, 0u);
+      EXPECT_GE(far.end, far.entries + 7 * row_bytes);
     }
   }
   EXPECT_GT(plan_engram(0, 16, false, kHost).end, 0u);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Queues in memory of a device: the bytes of the commands that make them, which way the memory is lent to the NIC, and
-// what is said where it cannot be. That they work: the channel suite over DeviceQueueFixture.
+// Queues in memory of a device: the bytes of the commands that make them, which way the memory is exported to the NIC,
+// and what is said where it cannot be. That they work: the channel suite over DeviceQueueFixture.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -148,7 +148,7 @@ TEST_F(IbgdaDeviceQueues, ARefusedQueuePairIsAnErrorWithTheNicsStatus) {
 }
 
 // Windows go the way that queues went, or say why not.
-TEST_F(IbgdaDeviceQueues, WindowsAreLentAsQueuesAre) {
+TEST_F(IbgdaDeviceQueues, WindowsAreExportedAsQueuesAre) {
   use();
   alignas(64) static std::byte window[8192];
   auto nic = ibgda::nic_source().open(Device{});
@@ -156,7 +156,7 @@ TEST_F(IbgdaDeviceQueues, WindowsAreLentAsQueuesAre) {
   auto made = (*nic)->enroll(window, sizeof window, Device{});
   ASSERT_EQ(made.status().message(), "");
   EXPECT_EQ(made->base, reinterpret_cast<uint64_t>(&window[0]));
-  EXPECT_EQ(fake().windows_lent(), 1u);
+  EXPECT_EQ(fake().windows_exported(), 1u);
   (*nic)->release(*made);
   fake().devx().set_plan({.window = EOPNOTSUPP});
   const Status refused = (*nic)->enroll(window, sizeof window, Device{}).status();
@@ -169,7 +169,7 @@ TEST_F(IbgdaDeviceQueues, WindowsAreLentAsQueuesAre) {
   ASSERT_TRUE(nic.ok());
   made = (*nic)->enroll(window, sizeof window, Device{});
   ASSERT_EQ(made.status().message(), "");
-  EXPECT_EQ(fake().windows_lent(), 1u);
+  EXPECT_EQ(fake().windows_exported(), 1u);
   (*nic)->release(*made);
 }
 

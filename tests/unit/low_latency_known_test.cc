@@ -51,14 +51,14 @@ TEST(LowLatencyKnown, NeverLeavesTheKernelAsItIs) {
 
 TEST(LowLatencyKnown, AFunctionBeforeTheKernelSetsWhatIsKnown) {
   const KernelKey key = with_known(dispatch_key(), dispatch_args(), "sizes");
-  EXPECT_EQ(key.name, "low_latency_dispatch_of_form");
+  EXPECT_EQ(key.name, "low_latency_dispatch_of_facts");
   EXPECT_EQ(key.shape, dispatch_key().shape);
   EXPECT_THAT(key.prelude, HasSubstr("  LowLatencyDispatchArgs args = given;\n"));
   EXPECT_THAT(key.prelude, HasSubstr("  args.call.max_tokens = 128u;\n"));
   EXPECT_THAT(key.prelude, HasSubstr("  args.call.half_bytes = 5368709120u;\n"));
   EXPECT_THAT(key.prelude, HasSubstr("  low_latency_dispatch(args, mesh, shape);\n"));
   EXPECT_THAT(kernel_source(key, 0, 0),
-              HasSubstr("weft::low_latency_dispatch_of_form<weft::MappedMesh, Shape>(args"));
+              HasSubstr("weft::low_latency_dispatch_of_facts<weft::MappedMesh, Shape>(args"));
 }
 
 TEST(LowLatencyKnown, TokensAndGridAreOfCallsAlone) {
@@ -73,10 +73,10 @@ TEST(LowLatencyKnown, TokensAndGridAreOfCallsAlone) {
   }
 }
 
-// Launches differ in tensors, phases and tickets, and these in what they wait for.
+// Launches differ in tensors, phases and call slots, and these in what they wait for.
 TEST(LowLatencyKnown, WhatLaunchesDifferInStaysAnArgument) {
   const std::string calls = with_known(dispatch_key(), dispatch_args(), "calls").prelude;
-  for (const char* field : {"phases", "ticket", "wait", "topk_idx", "args.x ", "routes", "dispatch_epoch"})
+  for (const char* field : {"phases", "call_slot", "wait", "topk_idx", "args.x ", "routes", "dispatch_epoch"})
     EXPECT_THAT(calls, Not(HasSubstr(field)));
   EXPECT_THAT(calls, Not(HasSubstr("receive_splits")));  // of value 0
 }

@@ -143,12 +143,12 @@ TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
 }
 
 // What a rank sends to itself has room beside the control area: all messages of a dispatch, all reduced replies.
-TEST(LowLatencyPlan, ABoardHoldsWhatARankSendsToItself) {
+TEST(LowLatencyPlan, APageHoldsWhatARankSendsToItself) {
   for (const uint32_t ranks : {2u, 3u, 8u, 64u}) {
     const LowLatencySizes sizes{ranks, 128, 8, 256, 0, 0, true, true};
     const uint64_t region =
         low_latency_bytes_with_ports(ranks, low_latency_hint_bytes({ranks, 128, 8, 256}, 7168));
-    const uint64_t half = (low_latency_board_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
+    const uint64_t half = (low_latency_page_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
     const LowLatencyDispatchShape shape = fp8(sizes, 7168);
     EXPECT_GE(half, own_dispatch_bytes(sizes.batches(),
                                        message_layout(8, true, shape.row_bytes, shape.scale_bytes)));
@@ -228,9 +228,9 @@ TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
   for (uint32_t ranks : {1u, 3u, 8u, 17u, 64u}) {
     for (uint32_t max_tokens : {1u, 100u, 129u, 4096u}) {
       LowLatencySizes sizes{ranks, max_tokens, 32, 100, kPlannedLineTokens};
-      const uint64_t whole_half = low_latency_half_bytes(ranks, low_latency_hint_bytes(sizes, 2048));
-      const uint64_t half = lines_begin(ranks, whole_half);
-      sizes.line_room = whole_half - half;
+      const uint64_t full_half = low_latency_half_bytes(ranks, low_latency_hint_bytes(sizes, 2048));
+      const uint64_t half = lines_begin(ranks, full_half);
+      sizes.line_room = full_half - half;
       EXPECT_LE(low_latency_region_bytes(ranks, half), low_latency_hint_bytes(sizes, 2048));
       LowLatencyDispatchShape copy = fp8(sizes, 4096);
       copy.scale_bytes = 2048 / 16 * 4;

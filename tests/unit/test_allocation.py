@@ -33,12 +33,12 @@ def _maker(
     together: tuple[int, ...],
     is_short: bool,
     monkeypatch: pytest.MonkeyPatch,
-    first_is_whole: bool = False,
+    first_is_all: bool = False,
 ) -> Callable[[], list[Any]]:
     if not is_short:  # a torch without its short ways
         monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
         monkeypatch.setattr(allocation, "new_on_host", functools.partial(allocation._by_torch, CPU))
-    return tensor_maker(allocator_on(CPU, _large), SPECS, together, first_is_whole=first_is_whole)
+    return tensor_maker(allocator_on(CPU, _large), SPECS, together, first_is_all=first_is_all)
 
 
 def _described(tensor: torch.Tensor | None) -> Any:
@@ -78,7 +78,7 @@ def test_only_those_asked_for_share_memory(is_short: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_short", [True, False], ids=["short", "public"])
 def test_the_first_may_be_all_of_the_memory(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _maker((1, 5), is_short, monkeypatch, first_is_whole=True)()
+    made = _maker((1, 5), is_short, monkeypatch, first_is_all=True)()
     whole, part = made[1], made[5]
     assert whole is not None and part is not None
     assert _described(part) == (*tensor_spec((2, 131), torch.int32), CPU)

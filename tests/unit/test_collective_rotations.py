@@ -26,7 +26,7 @@ from weft.collectives import (
     verify,
 )
 from weft.collectives.compiler import compile_proven
-from weft.collectives.ir import Algorithm, Block, Span, TurnedRanks
+from weft.collectives.ir import Algorithm, Block, RotatedRanks, Span
 from weft.collectives.library import build
 from weft.collectives.xml import from_xml
 from weft.collectives.xml_write import to_xml
@@ -92,8 +92,8 @@ def _both_forms(name: Callable[..., Program]) -> tuple[bool, ...]:
 def test_loops_and_rotations_compute_the_same(write: Callable[..., Program]) -> None:
     for n in (2, 3, 5, 8):
         for inplace in _both_forms(write):
-            looped, turned = (write(n, ranks, inplace).compile() for ranks in (range, _rotated))
-            assert sorted(_moves(looped)) == sorted(_moves(turned))
+            looped, rotated = (write(n, ranks, inplace).compile() for ranks in (range, _rotated))
+            assert sorted(_moves(looped)) == sorted(_moves(rotated))
 
 
 def _moves(algorithm: Algorithm) -> list[tuple[object, ...]]:
@@ -109,10 +109,10 @@ def test_one_rank_stands_for_all(write: Callable[..., Program]) -> None:
     for n in (2, 3, 7):
         for inplace in _both_forms(write):
             algorithm, report = compile_proven(write(n, _rotated, inplace))
-            assert isinstance(algorithm.ranks, TurnedRanks)
-            assert verify(algorithm.unturned()) == report
+            assert isinstance(algorithm.ranks, RotatedRanks)
+            assert verify(algorithm.unrotated()) == report
             text = to_xml(algorithm)
-            assert text == to_xml(algorithm.unturned())
+            assert text == to_xml(algorithm.unrotated())
             assert verify(from_xml(text)).messages == report.messages
 
 
@@ -121,9 +121,9 @@ def test_one_rank_stands_for_all(write: Callable[..., Program]) -> None:
 def test_instances_of_one_rank(name: str) -> None:
     for n, instances in ((2, 3), (5, 2)):
         algorithm = build(name, n, instances=instances).compile()
-        assert isinstance(algorithm.ranks, TurnedRanks)
-        assert verify(algorithm) == verify(algorithm.unturned())
-        assert to_xml(algorithm) == to_xml(algorithm.unturned())
+        assert isinstance(algorithm.ranks, RotatedRanks)
+        assert verify(algorithm) == verify(algorithm.unrotated())
+        assert to_xml(algorithm) == to_xml(algorithm.unrotated())
 
 
 @pytest.mark.usefixtures("one_rank_for_all")
@@ -133,12 +133,12 @@ def test_wrong_programs_are_refused_as_for_all_ranks(write: Callable[..., Progra
     verdicts = []
     for _ in range(80):
         good = write(random.choice((3, 4)), _rotated).compile()
-        assert isinstance(good.ranks, TurnedRanks)
+        assert isinstance(good.ranks, RotatedRanks)
         first = copy.deepcopy(good.ranks.first)
         _change(first.blocks, random.choice(_CHANGES))
-        algorithm = dataclasses.replace(good, ranks=TurnedRanks(first, good.ranks.turning))
+        algorithm = dataclasses.replace(good, ranks=RotatedRanks(first, good.ranks.rotation))
         # Of several mistakes, either may meet another one first.
-        assert (_verdict(algorithm) == "proven") == (_verdict(algorithm.unturned()) == "proven")
+        assert (_verdict(algorithm) == "proven") == (_verdict(algorithm.unrotated()) == "proven")
         verdicts.append(_verdict(algorithm))
     assert {"proven", "structure", "result"} <= set(verdicts) and len(set(verdicts)) >= 4
 
@@ -182,9 +182,9 @@ def test_a_thousand_ranks() -> None:
     assert [(block.send, block.recv) for block in last.blocks if block.send >= 0] == [(0, 998)]
 
 
-def test_what_cannot_be_turned_is_refused() -> None:
+def test_what_cannot_be_rotated_is_refused() -> None:
     with (
-        pytest.raises(ProgramError, match="nobody said how the ranks of Broadcast"),
+        pytest.raises(ProgramError, match="no rotation is known of Broadcast"),
         Program("b", Broadcast(4)),
     ):
         next(iter(rotations()))

@@ -24,7 +24,7 @@ from weft.collectives.library import build
 from weft.collectives.rows import program_rows
 from weft.collectives.selector import Selector, read_algorithms
 from weft.collectives.tune import table_rows
-from weft.collectives.tuned_tables import read_table, rows_besides, table_name, write_table
+from weft.collectives.tuned_tables import other_rows, read_table, table_name, write_table
 from weft.collectives.verifier import verify
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error
@@ -70,7 +70,7 @@ def test_a_table_with_odd_fields_is_not_used(
     table.write_text(json.dumps({"version": 1, "key": "", "rows": [row]}))
     assert len(read_table(table, "")) == 1
     table.write_text(json.dumps({"version": 1, "key": "", "rows": [row | field]}))
-    assert read_table(table, "") == [] == rows_besides(table, "", ["all_reduce"], 2)
+    assert read_table(table, "") == [] == other_rows(table, "", ["all_reduce"], 2)
     assert "is not used" in caplog.text
 
 
@@ -150,9 +150,9 @@ def test_a_tuned_table_decides_and_the_log_has_what_the_others_took(
 def test_a_table_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     rows = [*table_rows(_measured(), 4), *table_rows(_measured(), 2)]
     write_table(tmp_path / "t.json", "here", rows)
-    assert rows_besides(tmp_path / "t.json", "here", ["allgather"], 4) == rows
-    assert rows_besides(tmp_path / "t.json", "here", ["allgather", "allreduce"], 4) == rows[1:]
-    assert rows_besides(tmp_path / "t.json", "elsewhere", ["allgather"], 4) == []
+    assert other_rows(tmp_path / "t.json", "here", ["allgather"], 4) == rows
+    assert other_rows(tmp_path / "t.json", "here", ["allgather", "allreduce"], 4) == rows[1:]
+    assert other_rows(tmp_path / "t.json", "elsewhere", ["allgather"], 4) == []
 
 
 def test_a_tuned_table_of_others_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ def test_all_ranks_get_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
     entry = entries()[name]
     for ranks in filter(entry.applies, range(2, 9)):
         for inplace in entry.forms:
-            algorithm = build(name, ranks, inplace=inplace).compile().unturned()
+            algorithm = build(name, ranks, inplace=inplace).compile().unrotated()
             run = interpreter.Interpreter(algorithm, inplace, check_structure(algorithm))
             assert run.hang() == ""
             chunks = entry.contract(ranks, entry.factor(ranks), inplace).output_chunks(0)

@@ -50,7 +50,7 @@ def test_results_are_ordinary_tensors():
     assert storage.resize_(num_bytes).nbytes() == num_bytes
 
 
-def test_a_storage_that_was_freed_is_not_lent():
+def test_a_storage_that_was_freed_is_not_used_again():
     memory = HostMemory()
     memory.empty(_SHAPE, torch.bfloat16).untyped_storage().resize_(0)
     assert memory.empty(_SHAPE, torch.bfloat16).fill_(1).sum() == 1024 * 2048
@@ -61,7 +61,7 @@ def test_a_default_device_changes_nothing():
         assert HostMemory().empty(_SHAPE, torch.bfloat16).device.type == "cpu"
 
 
-def test_a_place_is_not_lent_for_much_less():
+def test_a_storage_is_not_used_for_much_less():
     memory = HostMemory()
     place = memory.empty((8 << 20,), torch.uint8).data_ptr()  # gone at once
     small = memory.empty((4 << 20,), torch.uint8)
@@ -107,7 +107,7 @@ def test_results_outlive_their_memory_and_die_in_any_thread():
     assert not mistakes
 
 
-def test_what_went_to_shared_memory_is_not_lent_again():
+def test_what_went_to_shared_memory_is_not_used_again():
     memory = HostMemory()
     result = memory.empty(_SHAPE, torch.bfloat16).fill_(3)
     for_others = torch.empty(0, dtype=torch.bfloat16).set_(

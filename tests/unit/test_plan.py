@@ -48,7 +48,7 @@ def test_bytes_are_those_of_drawn_routes(
         assert call["per_node"]["network_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.08)
         chosen = call["per_node" if call["fan_out"] == "node" else "per_rank"]
         assert {name: call[name] for name in chosen} == chosen
-    # What goes on within a node: a dispatch's rows to other ranks of it, a combine's to the carriers.
+    # What goes on within a node: a dispatch's rows to other ranks of it, a combine's to the rail peers.
     inner = near_rows + (rank_rows * (each - 1) / each if ll["combine"]["fan_out"] == "node" else 0)
     assert ll["combine"]["mapped_bytes"] == pytest.approx(inner / ranks * row, rel=0.08)
 
@@ -80,6 +80,25 @@ def test_a_faster_link_is_no_longer_what_limits(capsys: pytest.CaptureFixture[st
     assert (network, mapped) == ("network", "mapped links") and fast < slow
     assert bound("--puts", "0.001")[0] == "puts"
     assert bound("--tokens", "1", "--puts", "1000")[0] == "latency"
+
+
+def test_memory_of_the_host_costs_a_crossing_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """A dispatch of high throughput waits for two trips over the network, a combine for one."""
+
+    def both(*options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        made = plan(capsys, "--mode", "ht", *options)[0]
+        return made["dispatch"], made["combine"]
+
+    for call, trips in zip(both(), (2, 1), strict=True):
+        assert call["host_us"] == pytest.approx(call["us"] + 2 * trips * 1.5)
+        assert call["host_bound"] == call["bound"] == "network"
+    for call, slower in zip(both(), both("--pcie-gb-s", "25", "--pcie-latency-us", "0"), strict=True):
+        assert slower["us"] == call["us"] and slower["host_bound"] == "PCIe"
+        assert slower["host_us"] - slower["us"] == pytest.approx(
+            call["network_bytes"] * (1 / 25e3 - 1 / 50e3)
+        )
+    for call in both("--nodes", "1"):
+        assert call["host_us"] == call["us"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ DTYPES = {"uint8": np.uint8, "int16": np.int16, "int32": np.int32, "int64": np.i
 Memories = dict[tuple[int, str], np.ndarray[Any, Any]]
 
 
-def whole_tensors(layout: Layout) -> dict[str, torch.Tensor]:
+def full_tensors(layout: Layout) -> dict[str, torch.Tensor]:
     """Return tensors whose elements are all different, as far as their types can tell."""
     return {
         name: torch.from_numpy(
@@ -74,18 +74,18 @@ def elements(layout: Layout, memories: Memories, row: int) -> np.ndarray[Any, An
     )
 
 
-def expected(layout: Layout, wholes: dict[str, torch.Tensor], row: int) -> np.ndarray[Any, Any]:
+def expected(layout: Layout, full: dict[str, torch.Tensor], row: int) -> np.ndarray[Any, Any]:
     boxes, name = layout.boxes, layout.names[layout.boxes.tensor[row]]
-    whole = wholes[name].reshape((1,) * (4 - wholes[name].ndim) + tuple(wholes[name].shape))
+    whole = full[name].reshape((1,) * (4 - full[name].ndim) + tuple(full[name].shape))
     return whole[
         tuple(slice(int(a), int(b)) for a, b in zip(boxes.start[row], boxes.stop[row], strict=True))
     ].numpy()
 
 
-def filled(layout: Layout, wholes: dict[str, torch.Tensor]) -> Memories:
+def filled(layout: Layout, full: dict[str, torch.Tensor]) -> Memories:
     memories = memories_of(layout, 0)
     for row in range(len(layout.boxes)):
-        elements(layout, memories, row)[...] = expected(layout, wholes, row)
+        elements(layout, memories, row)[...] = expected(layout, full, row)
     return memories
 
 
@@ -109,17 +109,16 @@ def run(made: Plan, sources: Memories, destinations: Memories) -> Memories:
 def check(made: Plan) -> None:
     """Prove a plan, run it, and compare all of the destinations' memory."""
     verify(made)
-    wholes = whole_tensors(made.dst)
-    named = whole_tensors(made.src)
+    full = full_tensors(made.dst)
+    named = full_tensors(made.src)
     assert (
-        all(torch.equal(named[name], whole) for name, whole in wholes.items() if name in named)
-        or made.src.tied
+        all(torch.equal(named[name], whole) for name, whole in full.items() if name in named) or made.src.tied
     )
     destinations = memories_of(made.dst, 0xEE)
-    written = run(made, filled(made.src, wholes if set(named) <= set(wholes) else named), destinations)
+    written = run(made, filled(made.src, full if set(named) <= set(full) else named), destinations)
     needed = {key: np.zeros(len(memory), np.uint8) for key, memory in destinations.items()}
     for row in range(len(made.dst.boxes)):
-        assert np.array_equal(elements(made.dst, destinations, row), expected(made.dst, wholes, row))
+        assert np.array_equal(elements(made.dst, destinations, row), expected(made.dst, full, row))
         marks = {key: memory.copy() for key, memory in needed.items()}
         view = elements(made.dst, marks, row)
         view[...] = np.frombuffer(b"\1" * view.itemsize, view.dtype)[0]
@@ -300,10 +299,10 @@ def test_boxes_of_a_dtensor_are_the_shards_that_torch_cuts(shape: list[int], dat
     mesh = np.arange(12).reshape(2, 3, 2)
     chosen = [data.draw(placements(len(shape))) for _ in range(3)]
     layout = Layout.boxed({"w": meta}, boxes_of_dtensor("w", meta, mesh, chosen))
-    wholes = whole_tensors(layout)
-    memories = filled(layout, wholes)
+    full = full_tensors(layout)
+    memories = filled(layout, full)
     for place in np.ndindex(mesh.shape):
-        local = wholes["w"]
+        local = full["w"]
         for size, coordinate, placement in zip(mesh.shape, place, chosen, strict=True):
             if not isinstance(placement, Replicate):
                 local = placement._split_tensor(local, size, with_padding=False)[0][coordinate]
@@ -343,7 +342,7 @@ def test_a_state_dict_of_dtensors_says_what_all_ranks_have() -> None:
 
 
 def memory_of(layout: Layout, rank: int, name: str, dtype: str = "int32") -> list[int]:
-    memories = filled(layout, whole_tensors(layout))
+    memories = filled(layout, full_tensors(layout))
     return memories[rank, name].view(DTYPES[dtype]).tolist()
 
 
@@ -355,7 +354,7 @@ def test_query_key_and_value_lie_blocked_or_by_groups_of_heads() -> None:
         for i, name in enumerate("qkv")
     ]
     blocked = layout_by_rules(tensors, {"tp": 2}, rules)
-    k, q, v = (whole_tensors(blocked)[name].flatten().tolist() for name in "kqv")
+    k, q, v = (full_tensors(blocked)[name].flatten().tolist() for name in "kqv")
     assert memory_of(blocked, 1, "qkv") == q[4:] + k[2:] + v[2:]
     by_groups = layout_by_rules(tensors, {"tp": 2}, [replace(rule, groups=2) for rule in rules])
     assert memory_of(by_groups, 1, "qkv") == q[4:6] + k[2:3] + v[2:3] + q[6:] + k[3:] + v[3:]
@@ -380,13 +379,13 @@ def test_experts_are_stacked_on_their_ranks_and_copies_are_replicas() -> None:
         order=lambda match: (int(match["e"]), int(match["w"] == "up")),
     )
     layout = layout_by_rules(tensors, {"ep": 2}, [rule])
-    wholes = whole_tensors(layout)
+    full = full_tensors(layout)
     assert (
         memory_of(layout, 1, "w13")
-        == torch.cat([wholes[f"e.{e}.{w}"].flatten() for e in (2, 3) for w in ("gate", "up")]).tolist()
+        == torch.cat([full[f"e.{e}.{w}"].flatten() for e in (2, 3) for w in ("gate", "up")]).tolist()
     )
     interleaved = layout_by_rules(tensors, {"ep": 2}, [replace(rule, groups=2)])
-    gate, up = wholes["e.2.gate"], wholes["e.2.up"]
+    gate, up = full["e.2.gate"], full["e.2.up"]
     assert memory_of(interleaved, 1, "w13")[:8] == torch.stack([gate, up], dim=1).flatten().tolist()
     assert len(interleaved.boxes) == len(layout.boxes)  # alternating rows are a stride, not boxes
     check(plan(layout, interleaved))
@@ -398,7 +397,7 @@ def test_transposed_and_padded_parameters() -> None:
     rules = [Rule("embed", {0: "tp"}, pad={0: 8}), Rule("w", {1: "tp"}, dims=(1, 0))]
     layout = layout_by_rules(tensors, {"tp": 2}, rules)
     assert memory_of(layout, 1, "embed") == [8, 9]  # rows 5 to 7 are nobody's
-    assert memory_of(layout, 1, "w") == whole_tensors(layout)["w"][:, 2:].T.flatten().tolist()
+    assert memory_of(layout, 1, "w") == full_tensors(layout)["w"][:, 2:].T.flatten().tolist()
     check(plan(layout_by_rules(tensors, {"dp": 3}, [Rule(".*", {0: "dp"})]), layout))
 
 
@@ -409,7 +408,7 @@ def test_tied_names_are_one_tensor_of_which_memory_is_written_once() -> None:
     one = layout_by_rules(tensors, {"tp": 2}, [Rule("embed", {0: "tp"})], tied=tied)
     both = Layout.boxed(tensors, [Box(0, name, (0, 0), (4, 2), "shared") for name in tensors], tied=tied)
     separate = layout_by_rules(tensors, {"tp": 2}, [Rule(".*", {1: "tp"})])
-    wholes = {name: torch.arange(8, dtype=torch.int32).view(4, 2) for name in tensors}
+    full = {name: torch.arange(8, dtype=torch.int32).view(4, 2) for name in tensors}
     turned = Layout.boxed(tensors, [Box(0, "head", (0, 0), (4, 2))], tied={"embed": "head"})
     for made in (
         plan(one, both),
@@ -420,10 +419,10 @@ def test_tied_names_are_one_tensor_of_which_memory_is_written_once() -> None:
     ):
         verify(made)
         destinations = memories_of(made.dst, 0xEE)
-        written = run(made, filled(made.src, wholes), destinations)
+        written = run(made, filled(made.src, full), destinations)
         assert all((times == 1).all() for times in written.values())
         for row in range(len(made.dst.boxes)):
-            assert np.array_equal(elements(made.dst, destinations, row), expected(made.dst, wholes, row))
+            assert np.array_equal(elements(made.dst, destinations, row), expected(made.dst, full, row))
     with pytest.raises(Error, match="no tensor 'head'"):
         plan(layout_by_rules({"embed": meta}, {}, [Rule("embed")]), separate)
 
@@ -576,20 +575,20 @@ REFUSED = [
     ),
     (lambda: layout_by_rules(META, {}, [Rule("w", pad={0: 3})]), "pad: got 0: 3"),
     (lambda: layout_by_rules(META, {}, [Rule("(")]), r"pattern: got '\('"),
-    (lambda: plan(Layout.boxed({}, []), WHOLE), "src: got no tensor 'w'"),
+    (lambda: plan(Layout.boxed({}, []), FULL), "src: got no tensor 'w'"),
     (
-        lambda: plan(Layout.boxed(META, [Box(0, "w", (0, 0), (3, 4))]), WHOLE),
+        lambda: plan(Layout.boxed(META, [Box(0, "w", (0, 0), (3, 4))]), FULL),
         r"12 of 16 elements of w\[0:4, 0:4\]",
     ),
-    (lambda: plan(layout_of({"w": torch.zeros(4, 4)}), WHOLE), "plans do not cast"),
-    (lambda: plan(WHOLE, WHOLE, links=Links(0)), "source_gbit: got 0, allowed: numbers above 0"),
+    (lambda: plan(layout_of({"w": torch.zeros(4, 4)}), FULL), "plans do not cast"),
+    (lambda: plan(FULL, FULL, links=Links(0)), "source_gbit: got 0, allowed: numbers above 0"),
     (
-        lambda: plan(WHOLE, WHOLE, links=Links(1, [1, 2])),
+        lambda: plan(FULL, FULL, links=Links(1, [1, 2])),
         r"destination_gbit: got \[1, 2\], allowed: one number, or 1",
     ),
-    (lambda: plan(WHOLE, WHOLE, cache="/nowhere"), "cache: got '/nowhere', allowed: a folder that exists"),
+    (lambda: plan(FULL, FULL, cache="/nowhere"), "cache: got '/nowhere', allowed: a folder that exists"),
 ]
-WHOLE = layout_by_rules(META, {}, [Rule("w")])
+FULL = layout_by_rules(META, {}, [Rule("w")])
 
 
 @pytest.mark.parametrize("call, message", REFUSED, ids=[message[:40] for _, message in REFUSED])

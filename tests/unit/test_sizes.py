@@ -23,7 +23,7 @@ def test_every_file_is_within_its_limit(sizes: ModuleType) -> None:
     assert sizes.breaches(ROOT) == []
 
 
-@pytest.mark.parametrize(("path", "limit"), [("kernels/moe/a.cuh", 500), ("python/weft/a.py", 700)])
+@pytest.mark.parametrize(("path", "limit"), [("kernels/moe/a.cuh", 700), ("python/weft/a.py", 700)])
 def test_a_line_too_many_is_named(sizes: ModuleType, tmp_path: Path, path: str, limit: int) -> None:
     file = tmp_path / path
     file.parent.mkdir(parents=True)

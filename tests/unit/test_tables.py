@@ -92,7 +92,7 @@ def test_what_all_rows_share_is_said_once() -> None:
 
 
 def test_long_texts_are_folded_and_names_are_not() -> None:
-    table = Table("Settings", [Column("variable", is_key=True, is_whole=True), Column("help")])
+    table = Table("Settings", [Column("variable", is_key=True, never_folds=True), Column("help")])
     table.add("WEFT_A_NAME_OF_FORTY_CHARACTERS_OR_MORE", "word " * 40)
     lines = printed(table)
     assert max(map(len, lines)) <= 80

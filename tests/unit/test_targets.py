@@ -42,8 +42,8 @@ def names(target: str) -> set[str]:
     return functions | types | macros
 
 
-# RowQueue, RowWriter and what they have: kernels ask kHasBulkCopies, which all targets have.
-ROW_QUEUE = {"RowQueue", "RowWriter", "ask", "begin", "finish", "front", "has_room", "pop", "sees_arrived"}
+# RowQueue, RowWriter and what they have: kernels ask kHasRowQueue, which all targets have.
+ROW_QUEUE = {"RowQueue", "RowWriter", "ask", "begin", "finish", "front", "has_room", "pop", "fence_acquired"}
 # What only one target has, each for a reason that kernels need not know.
 OWN = {
     "cuda": {"shared_address", "help_while_waiting", "AddedRow", *ROW_QUEUE},

@@ -67,9 +67,9 @@ class Window:
         self.cuda = Cuda(self.main, self.comm, self.side, self.other)
         self.pieces = WindowPieces(self.free.append, self.comm, self.cuda)
 
-    def lend(self, offset: int) -> tuple[Any, torch.Tensor]:
+    def lease(self, offset: int) -> tuple[Any, torch.Tensor]:
         """Return the owner of the only storage in a piece, and a tensor there, which here does not keep it."""
-        return self.storage_in(self.pieces.lend(object(), offset))
+        return self.storage_in(self.pieces.lease(object(), offset))
 
     def storage_in(self, lease: Any) -> tuple[Any, torch.Tensor]:
         tensor, owner = torch.zeros(8), lease.share()
@@ -79,7 +79,7 @@ class Window:
 
 def test_a_piece_is_free_after_what_its_stream_had_queued() -> None:
     window = Window()
-    owner, _ = window.lend(256)
+    owner, _ = window.lease(256)
     assert not window.pieces.reclaim()
     del owner
     assert window.free == []
@@ -91,7 +91,7 @@ def test_a_piece_is_free_after_what_its_stream_had_queued() -> None:
 
 def test_who_dies_on_another_stream_waits_for_its_own_too() -> None:
     window = Window()
-    owner, _ = window.lend(256)
+    owner, _ = window.lease(256)
     window.cuda.now = window.side
     del owner
     assert window.pieces.reclaim()
@@ -101,7 +101,7 @@ def test_who_dies_on_another_stream_waits_for_its_own_too() -> None:
 def test_events_are_not_asked_for_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA ends a capture whose thread asks whether an event is done."""
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.side)
     window.cuda.now = window.other
     window.cuda.captured = {window.other.cuda_stream}
@@ -117,7 +117,7 @@ def test_events_are_not_asked_for_during_a_capture(monkeypatch: pytest.MonkeyPat
 
 def test_recorded_streams_keep_a_piece_until_they_are_done() -> None:
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor[2:].view(2, 3), window.side)  # any tensor of that storage
     note_stream(tensor, window.side)
     note_stream(tensor, window.other)
@@ -135,7 +135,7 @@ def test_recorded_streams_keep_a_piece_until_they_are_done() -> None:
 
 def test_without_other_room_the_communication_stream_waits_for_recorded_ones() -> None:
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.side)
     del owner
     assert not window.pieces.reclaim()
@@ -146,7 +146,7 @@ def test_without_other_room_the_communication_stream_waits_for_recorded_ones() -
 
 def test_the_communication_stream_and_the_own_one_need_not_be_recorded() -> None:
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.comm)
     note_stream(tensor, window.main)
     del owner
@@ -158,7 +158,7 @@ def test_the_communication_stream_and_the_own_one_need_not_be_recorded() -> None
 def test_what_dies_while_a_graph_is_captured_waits_for_the_end_of_it(captured: str) -> None:
     """An event that is recorded then would belong to the graph."""
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.side)
     window.cuda.captured = {getattr(window, captured).cuda_stream}
     del owner
@@ -170,13 +170,13 @@ def test_what_dies_while_a_graph_is_captured_waits_for_the_end_of_it(captured: s
     assert sorted(window.comm.waits) == [window.main.cuda_stream, window.side.cuda_stream]
 
 
-def test_a_place_that_is_lent_again_starts_without_streams() -> None:
+def test_a_place_that_is_leased_again_starts_without_streams() -> None:
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.side)
     window.side.record_event().is_done = True
     del owner
-    again = window.pieces.lend(object(), 512).share()
+    again = window.pieces.lease(object(), 512).share()
     again.lies_at(tensor.untyped_storage().data_ptr(), tensor.nbytes, tensor.device)
     del again
     window.pieces.reclaim()
@@ -185,7 +185,7 @@ def test_a_place_that_is_lent_again_starts_without_streams() -> None:
 
 def test_tensors_die_in_any_thread() -> None:
     window = Window()
-    owners = [window.lend(256 * number)[0] for number in range(200)]
+    owners = [window.lease(256 * number)[0] for number in range(200)]
     threads = [threading.Thread(target=owners.pop) for _ in range(len(owners))]
     for thread in threads:
         thread.start()
@@ -207,7 +207,7 @@ def test_torchs_record_stream_notes_streams_and_does_its_own_work(monkeypatch: p
     monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
     watch_torch()
     watch_torch()  # once is enough
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     tensor[:4].record_stream(window.side)
     torch.nn.Parameter(tensor).record_stream(window.other)
     torch.zeros(3, device="meta").record_stream(window.side)  # which has no memory
@@ -218,7 +218,7 @@ def test_torchs_record_stream_notes_streams_and_does_its_own_work(monkeypatch: p
 
 def test_a_storage_that_is_freed_gives_its_piece_back_and_cannot_be_used() -> None:
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     note_stream(tensor, window.side)
     assert free_storage(tensor.untyped_storage())
     (side,) = window.side.events
@@ -234,7 +234,7 @@ def test_a_storage_that_is_freed_gives_its_piece_back_and_cannot_be_used() -> No
 
 def test_a_piece_of_several_storages_is_free_with_the_last() -> None:
     window = Window()
-    lease = window.pieces.lend(object(), 256)
+    lease = window.pieces.lease(object(), 256)
     (rows_owner, rows), (scales_owner, scales) = (window.storage_in(lease) for _ in range(2))
     del lease
     assert free_storage(rows.untyped_storage())
@@ -246,12 +246,12 @@ def test_a_piece_of_several_storages_is_free_with_the_last() -> None:
     del rows_owner
 
 
-def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
+def test_a_freed_place_that_is_leased_again_belongs_to_the_next() -> None:
     window = Window()
-    first, tensor = window.lend(256)
+    first, tensor = window.lease(256)
     address = tensor.untyped_storage().data_ptr()
     assert free_storage(tensor.untyped_storage())
-    second = window.pieces.lend(object(), 512).share()
+    second = window.pieces.lease(object(), 512).share()
     second.lies_at(address, 16, torch.device("cpu"))
     del first  # after the second began there
     assert _core.lease_of(address) is not None
@@ -270,11 +270,11 @@ def test_who_frees_twice_frees_nobody_elses_rows(
     if not torch_can_tell:
         monkeypatch.setattr(window_pieces, "_set_access_error", None)
     window = Window()
-    first, tensor = window.lend(256)
+    first, tensor = window.lease(256)
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     assert free_storage(storage)
-    second = window.pieces.lend(object(), 512).share()  # where the first lay
+    second = window.pieces.lease(object(), 512).share()  # where the first lay
     second.lies_at(address, 16, torch.device("cpu"))
     assert free_storage(storage)
     assert free_storage(tensor[2:].untyped_storage())
@@ -293,7 +293,7 @@ def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
     watch_torch()
     window = Window()
-    owner, tensor = window.lend(256)
+    owner, tensor = window.lease(256)
     tensor.untyped_storage().resize_(0)
     assert window.pieces.reclaim()
     others = torch.ones(8)
@@ -317,19 +317,19 @@ def test_a_piece_that_one_stream_used_goes_back_by_the_short_way() -> None:
         return True
 
     window.pieces = WindowPieces(window.free.append, window.comm, window.cuda, give_back_after)
-    lease, _ = window.lend(256)
+    lease, _ = window.lease(256)
     del lease
     assert (given, window.main.events) == ([(256, window.main.cuda_stream)], [])
     assert not window.pieces.reclaim()
-    lease, tensor = window.lend(512)
+    lease, tensor = window.lease(512)
     note_stream(tensor, window.side)
     del lease
-    lease, _ = window.lend(768)
+    lease, _ = window.lease(768)
     window.cuda.now = window.side
     del lease
     window.cuda.now = window.main
     window.cuda.captured = {window.main.cuda_stream}
-    lease, _ = window.lend(1024)
+    lease, _ = window.lease(1024)
     del lease
     assert given == [(256, window.main.cuda_stream)]  # others are kept, with the events they need
     window.cuda.captured = set()

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "providers/fabric/kept_keys.h"
+#include "providers/fabric/key_cache.h"
 #include "providers/fabric/library.h"
 
 namespace weft::provider::fi {
@@ -113,20 +113,20 @@ struct Keys {
     else
       free.push_back(registration.rkey);
   }
-  bool are_kept() {
-    return *keeps_keys([&](void* data, uint64_t) { return enroll(data); },
-                       [&](Registration& registration) { release(registration); });
+  bool are_cached() {
+    return *caches_keys([&](void* data, uint64_t) { return enroll(data); },
+                        [&](Registration& registration) { release(registration); });
   }
 };
 
 TEST(FabricKeys, ACacheOfRegistrationsIsSeen) {
   Keys keys;
   keys.has_cache = true;
-  EXPECT_TRUE(keys.are_kept());
+  EXPECT_TRUE(keys.are_cached());
 }
 
 TEST(FabricKeys, ADeviceThatGivesOutTheLastKeyAgainHasNoCache) {
-  EXPECT_FALSE(Keys().are_kept());
+  EXPECT_FALSE(Keys().are_cached());
 }
 
 }  // namespace

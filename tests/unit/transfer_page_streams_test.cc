@@ -34,12 +34,12 @@ struct End {
   std::vector<char> memory;
   std::deque<Event> events;
 
-  explicit End(size_t bytes) : memory(bytes, 'e') { lend(kRemoteWrite); }
+  explicit End(size_t bytes) : memory(bytes, 'e') { allow(kRemoteWrite); }
   void join_another_job() {
     streams = std::move(*PageStreams::listen({htonl(INADDR_LOOPBACK)}, "another secret"));
   }
   Registration registration() const { return {nullptr, nullptr, kBase, kKey}; }
-  void lend(uint32_t access) { streams->allow(registration(), {memory.data(), memory.size()}, access); }
+  void allow(uint32_t access) { streams->allow(registration(), {memory.data(), memory.size()}, access); }
 };
 
 struct Ends {
@@ -135,7 +135,7 @@ TEST_P(PagesOver, SleepsWhilePagesAreUnderWayAndWakesWhenTheyCanGoOn) {
 
 TEST_P(PagesOver, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {
   Ends ends(300000);
-  ends.b.lend(kRemoteWrite);
+  ends.b.allow(kRemoteWrite);
   const Piece fine = ends.piece(0, 0, 100000);
   for (const Piece& wrong : {ends.piece(0, 0, 100, kKey + 1), ends.piece(0, 299901, 100),
                              ends.piece(0, UINT64_MAX - kBase - 10, 100)}) {
@@ -148,11 +148,11 @@ TEST_P(PagesOver, FrameWithOneWrongPageWritesNothingAndTheNextIsFine) {
     EXPECT_THAT(ends.a.events[0].text, HasSubstr("does not let this memory be written"));
   }
   EXPECT_EQ(ends.b.memory, std::vector<char>(300000, 'e'));
-  ends.b.lend(kRemoteRead);
+  ends.b.allow(kRemoteRead);
   ends.a.streams->post(ends.to, &fine, 1, &ends.contexts[0]);
   ASSERT_TRUE(ends.wait(2));
   EXPECT_EQ(ends.a.events[1].kind, EventKind::kFailed);
-  ends.b.lend(kRemoteWrite);
+  ends.b.allow(kRemoteWrite);
   ends.a.streams->post(ends.to, &fine, 1, &ends.contexts[0]);
   ASSERT_TRUE(ends.wait(3));
   EXPECT_EQ(ends.a.events[2].kind, EventKind::kDone);

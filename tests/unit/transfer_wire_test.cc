@@ -94,7 +94,7 @@ TEST(Wire, ASealIsOfEveryByteAndOfOneWayInOneLife) {
 
 TEST(Wire, PackMayNotReachBeyondItsSlot) {
   PackHead head;
-  head.ticket = 5;
+  head.request_id = 5;
   head.packs = 1;
   head.turn = 1;
   head.pieces = {{1, 0, 100}, {1, 200, 50}};

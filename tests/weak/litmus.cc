@@ -6,521 +6,198 @@
 #include <map>
 
 #include "kernels/target/target.h"
+#include "weak/shapes.h"
 
 namespace weft::weak {
 namespace {
 
-struct alignas(128) Word {
-  uint64_t value;
-};
-struct alignas(128) Row {
+using litmus::Act;
+using litmus::kNotRead;
+using litmus::Lanes;
+using litmus::Shape;
+using litmus::Step;
+
+struct alignas(128) Slot {
   Vec16 vec;
 };
+constexpr Vec16 row_of(uint32_t value) {
+  return {{value, value, value, value}};
+}
 
-// One run of a shape: words that are zero, and what its threads read.
+// One run of a shape: its memory, and what its threads read.
 struct Test {
   Machine& machine;
-  Word x, y, z;
-  Row row, other;
-  uint64_t read[4] = {9, 9, 9, 9};
-  uint32_t threads = 0;
+  Slot slots[litmus::kSlots] = {};
+  uint64_t read[litmus::kRegisters];
 
-  explicit Test(Machine& of) : machine(of) {
-    std::memset(&x, 0, sizeof(x) * 3);
-    std::memset(&row, 0, sizeof(row) * 2);
-    machine.memory().share("x", &x, sizeof(x));
-    machine.memory().share("y", &y, sizeof(y));
-    machine.memory().share("z", &z, sizeof(z));
-    machine.memory().share("row", &row, sizeof(row));
-    machine.memory().share("other", &other, sizeof(other));
-  }
-  void thread(uint32_t rank, uint32_t block, std::function<void()> body, uint32_t lanes = 1) {
-    machine.launch(threads++, {"litmus", rank, block, 1, 1, lanes, 256, std::move(body)});
-  }
-};
-
-// Accesses that the target does not have by themselves.
-void weak_store(uint64_t* at, uint64_t value) {
-  *static_cast<volatile uint64_t*>(at) = value;
-}
-uint64_t weak_load(const uint64_t* at) {
-  return *static_cast<const volatile uint64_t*>(at);
-}
-void strong_store(Word& at, uint64_t value, Order order, Spot spot = Spot::current()) {
-  stored(&at.value, value, order, "store", spot);
-}
-uint64_t strong_load(const Word& at, Order order, Spot spot = Spot::current()) {
-  return loaded(&at.value, order, "load", spot);
-}
-void fence(Scope scope, Spot spot = Spot::current()) {
-  machine().fence(scope, {"fence", spot, nullptr});
-}
-void fence_sequential(Spot spot = Spot::current()) {
-  machine().fence_sequential({"fence.sc", spot, nullptr});
-}
-uint64_t first_of(const Vec16& vec) {
-  return vec.words[0];
-}
-constexpr Vec16 kOnes{{1, 1, 1, 1}};
-
-enum class Races { kIgnored, kMustReport, kMustNot };
-
-struct Shape {
-  const char* name;
-  std::function<void(Test&)> make;
-  std::vector<std::string> sees, never;  // what is read, one number for each that is used
-  Races races = Races::kIgnored;
-  bool on_h200 = true, on_ptx = true;
-};
-
-// Message passing: x is the data, y the flag. Threads at (rank, block).
-struct At {
-  uint32_t rank, block;
-};
-std::function<void(Test&)> passing(At writer, At reader, Order store, Order load, bool weak_data = false) {
-  return [=](Test& t) {
-    t.thread(writer.rank, writer.block, [=, &t] {
-      weak_data ? weak_store(&t.x.value, 1) : strong_store(t.x, 1, kRelaxed);
-      strong_store(t.y, 1, store);
-    });
-    t.thread(reader.rank, reader.block, [=, &t] {
-      t.read[0] = strong_load(t.y, load);
-      t.read[1] = weak_data ? weak_load(&t.x.value) : strong_load(t.x, kRelaxed);
-    });
-  };
-}
-constexpr At kHere{0, 0}, kBeside{0, 1}, kPeer{1, 0}, kHostThread{kHost, 0};
-constexpr Order kReleaseGpu = of_gpu(kRelease), kAcquireGpu = of_gpu(kAcquire),
-                kReleaseBlock = of_block(kRelease), kAcquireBlock = of_block(kAcquire);
-
-std::function<void(Test&)> buffering(std::function<void()> between) {
-  return [=](Test& t) {
-    t.thread(0, 0, [=, &t] {
-      strong_store(t.x, 1, kRelease);
-      between();
-      t.read[0] = strong_load(t.y, kAcquire);
-    });
-    t.thread(1, 0, [=, &t] {
-      strong_store(t.y, 1, kRelease);
-      between();
-      t.read[1] = strong_load(t.x, kAcquire);
-    });
-  };
-}
-// Independent reads of independent writes.
-std::function<void(Test&)> independent(std::function<void()> between) {
-  return [=](Test& t) {
-    t.thread(0, 0, [=, &t] { strong_store(t.x, 1, kRelease); });
-    t.thread(1, 0, [=, &t] { strong_store(t.y, 1, kRelease); });
-    t.thread(2, 0, [=, &t] {
-      t.read[0] = strong_load(t.x, kAcquire);
-      between();
-      t.read[1] = strong_load(t.y, kAcquire);
-    });
-    t.thread(3, 0, [=, &t] {
-      t.read[2] = strong_load(t.y, kAcquire);
-      between();
-      t.read[3] = strong_load(t.x, kAcquire);
-    });
-  };
-}
-void nothing() {}
-
-// A stage in shared memory is written, and a bulk copy stores it to `row`; a flag follows.
-std::function<void(Test&)> bulk_store_of(bool fence_first, bool waits_written) {
-  return [=](Test& t) {
-    t.thread(0, 0, [=, &t] {
-      auto* stage = reinterpret_cast<Vec16*>(machine().shared());
-      store_vec(stage, kOnes);
-      if (fence_first) bulk::fence_async_shared();
-      bulk::store(reinterpret_cast<std::byte*>(&t.row.vec), reinterpret_cast<std::byte*>(stage), 16);
-      bulk::commit();
-      if (waits_written)
-        bulk::wait_written<0>();
-      else
-        bulk::wait_read<0>();
-      store_release(&t.y.value, uint64_t{1});
-    });
-    t.thread(1, 0, [=, &t] {
-      t.read[0] = load_acquire(&t.y.value);
-      t.read[1] = first_of(load_vec(&t.row.vec));
-    });
-  };
-}
-// A peer's row is acquired, and then loaded by a bulk copy.
-std::function<void(Test&)> bulk_load_of(bool fence_between, bool waits) {
-  return [=](Test& t) {
-    t.thread(1, 0, [=, &t] {
-      store_vec(&t.row.vec, kOnes);
-      store_release(&t.y.value, uint64_t{1});
-    });
-    t.thread(0, 0, [=, &t] {
-      auto* barrier = reinterpret_cast<uint64_t*>(machine().shared());
-      auto* stage = reinterpret_cast<Vec16*>(machine().shared() + 128);
-      store_vec(stage, {});
-      bulk::barrier_init(barrier);
-      bulk::fence_async_shared();
-      t.read[0] = load_acquire(&t.y.value);
-      if (fence_between) bulk::fence_async();
-      bulk::load(reinterpret_cast<std::byte*>(stage), reinterpret_cast<std::byte*>(&t.row.vec), 16, barrier);
-      if (waits) bulk::wait_loaded(barrier, 0);
-      t.read[1] = first_of(load_vec(stage));
-      if (!waits) bulk::wait_loaded(barrier, 0);
-    });
-  };
-}
-// DeepEP #621: lanes have read a stage, and one lets a bulk copy load over it.
-std::function<void(Test&)> stage_used_again(bool fence_of_readers) {
-  return [=](Test& t) {
-    t.thread(
-        0, 0,
-        [=, &t] {
-          auto* barrier = reinterpret_cast<uint64_t*>(machine().shared());
-          auto* stage = machine().shared() + 128;
-          const auto* row = reinterpret_cast<const std::byte*>(&t.row.vec);
-          const bool is_first = machine().place().lane == 0;
-          if (is_first) {
-            bulk::barrier_init(barrier);
-            bulk::fence_async_shared();
-            bulk::load(stage, row, 16, barrier);
-          }
-          machine().sync_warp({});
-          bulk::wait_loaded(barrier, 0);
-          load_vec(reinterpret_cast<Vec16*>(stage));
-          if (fence_of_readers) bulk::fence_async_shared();
-          machine().sync_warp({});
-          if (is_first) bulk::load(stage, row, 16, barrier);
-          bulk::wait_loaded(barrier, 1);
-        },
-        2);
-  };
-}
-// DeepEP #657: a load into the stage that a store may still read.
-std::function<void(Test&)> stage_loaded_over(bool waits_for_newest) {
-  return [=](Test& t) {
-    t.thread(0, 0, [=, &t] {
-      auto* barrier = reinterpret_cast<uint64_t*>(machine().shared());
-      auto* stage = machine().shared() + 128;
-      auto* row = reinterpret_cast<std::byte*>(&t.row.vec);
-      bulk::barrier_init(barrier);
-      bulk::fence_async_shared();
-      bulk::load(stage, row, 16, barrier);
-      bulk::wait_loaded(barrier, 0);
-      bulk::store(reinterpret_cast<std::byte*>(&t.other.vec), stage, 16);
-      bulk::commit();
-      if (waits_for_newest)
-        bulk::wait_read<0>();
-      else
-        bulk::wait_read<1>();
-      bulk::load(stage, row, 16, barrier);
-      bulk::wait_loaded(barrier, 1);
-      bulk::wait_read<0>();
-    });
-  };
-}
-// A slot is read, a credit says so, and the slot is written again.
-std::function<void(Test&)> credit(Order store) {
-  return [=](Test& t) {
-    t.thread(1, 0, [=, &t] {
-      load_vec(&t.row.vec);
-      strong_store(t.y, 1, store);
-    });
-    t.thread(0, 0, [=, &t] {
-      if (load_acquire(&t.y.value) == 1) store_vec(&t.row.vec, kOnes);
-    });
-  };
-}
-// One lane acquires; another loads after a vote, or after a sync.
-std::function<void(Test&)> acquired_for_a_warp(bool syncs) {
-  return [=](Test& t) {
-    t.thread(1, 0, [=, &t] {
-      store_vec(&t.row.vec, kOnes);
-      store_release(&t.y.value, uint64_t{1});
-    });
-    t.thread(
-        0, 0,
-        [=, &t] {
-          const bool is_first = machine().place().lane == 0;
-          const uint64_t seen = machine().exchange(is_first ? load_acquire(&t.y.value) : 0)[0];
-          if (syncs) machine().sync_warp({});
-          if (seen == 1 && !is_first) load_vec(&t.row.vec);
-        },
-        2);
-  };
-}
-
-// A message behind fences of its writer's `scope`.
-std::function<void(Test&)> passing_by_fences(Scope scope) {
-  return [=](Test& t) {
-    t.thread(0, 0, [=, &t] {
-      weak_store(&t.x.value, 1);
-      fence(scope);
-      strong_store(t.y, 1, kRelaxed);
-    });
-    t.thread(1, 0, [&t] {
-      t.read[0] = strong_load(t.y, kRelaxed);
-      fence(Scope::kSystem);
-      t.read[1] = weak_load(&t.x.value);
-    });
-  };
-}
-
-// Two words of a line that another thread stores.
-void look_at_line(Test& t) {
-  t.thread(0, 0, [&t] { store_line(&t.row.vec, kOnes); });
-  t.thread(1, 0, [&t] {
-    const Vec16 v = load_line(&t.row.vec);
-    t.read[0] = v.words[0];
-    t.read[1] = v.words[3];
-  });
-}
-
-const std::vector<Shape>& shapes() {
-  static const std::vector<Shape> all = {
-      {"MP weak",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           weak_store(&t.y.value, 1);
-         });
-         t.thread(0, 1, [&t] {
-           t.read[0] = weak_load(&t.y.value);
-           t.read[1] = weak_load(&t.x.value);
-         });
-       },
-       {"1 0", "1 1", "0 0", "0 1"},
-       {}},
-      {"MP relaxed", passing(kHere, kPeer, kRelaxed, kRelaxed), {"1 0", "1 1"}, {}},
-      {"MP release.sys acquire.sys",
-       passing(kHere, kPeer, kRelease, kAcquire, true),
-       {"1 1", "0 0"},
-       {"1 0"}},
-      {"MP release.sys acquire.sys, no race",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           store_release(&t.y.value, uint64_t{1});
-         });
-         t.thread(1, 0, [&t] {
-           if (load_acquire(&t.y.value) == 1) t.read[0] = weak_load(&t.x.value);
-         });
-       },
-       {"1", "9"},
-       {"0"},
-       Races::kMustNot},
-      {"MP relaxed, race",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           store_relaxed(&t.y.value, uint64_t{1});
-         });
-         t.thread(1, 0, [&t] {
-           if (load_acquire(&t.y.value) == 1) t.read[0] = weak_load(&t.x.value);
-         });
-       },
-       {},
-       {},
-       Races::kMustReport},
-      {"MP release.sys, relaxed load",
-       passing(kHere, kPeer, kRelease, kRelaxed),
-       {"1 0"},
-       {},
-       Races::kIgnored,
-       false},
-      {"MP release.sys, relaxed load, branch",
-       passing(kHere, kPeer, kRelease, kRelaxed),
-       {"1 1"},
-       {"1 0"},
-       Races::kIgnored,
-       true,
-       false},
-      {"MP release.sys, relaxed load, weak data",
-       passing(kHere, kPeer, kRelease, kRelaxed, true),
-       {"1 0"},
-       {}},
-      {"MP release.gpu acquire.gpu, blocks of a GPU",
-       passing(kHere, kBeside, kReleaseGpu, kAcquireGpu),
-       {"1 1"},
-       {"1 0"}},
-      {"MP release.gpu acquire.gpu, two GPUs",
-       passing(kHere, kPeer, kReleaseGpu, kAcquireGpu),
-       {"1 0", "1 1"},
-       {}},
-      {"MP release.sys acquire.gpu, two GPUs",
-       passing(kHere, kPeer, kRelease, kAcquireGpu, true),
-       {"1 0", "1 1"},
-       {}},
-      {"MP release.gpu acquire.sys, two GPUs",
-       passing(kHere, kPeer, kReleaseGpu, kAcquire),
-       {"1 0", "1 1"},
-       {}},
-      {"MP release.cta acquire.cta, one block",
-       passing(kHere, kHere, kReleaseBlock, kAcquireBlock),
-       {"1 1"},
-       {"1 0"}},
-      {"MP release.cta acquire.cta, two blocks",
-       passing(kHere, kBeside, kReleaseBlock, kAcquireBlock),
-       {"1 0"},
-       {}},
-      {"MP fences", passing_by_fences(Scope::kSystem), {"1 1", "0 0"}, {"1 0"}},
-      {"MP fence.gpu, two GPUs", passing_by_fences(Scope::kGpu), {"1 0"}, {}},
-      {"MP by a third thread, cta then sys",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           strong_store(t.z, 1, kReleaseBlock);
-         });
-         t.thread(0, 0, [&t] {
-           if (strong_load(t.z, kAcquireBlock) == 1) strong_store(t.y, 1, kRelease);
-         });
-         t.thread(1, 0, [&t] {
-           t.read[0] = strong_load(t.y, kAcquire);
-           t.read[1] = weak_load(&t.x.value);
-         });
-       },
-       {"1 1", "0 0"},
-       {"1 0"}},
-      {"MP by a chain of atomics",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           add_release(&t.y.value, uint64_t{1});
-         });
-         t.thread(0, 1, [&t] {
-           if (load_relaxed(&t.y.value) == 1) add_local(&t.y.value, uint64_t{1});
-         });
-         t.thread(0, 2, [&t] {
-           t.read[0] = load_acquire(&t.y.value);
-           t.read[1] = weak_load(&t.x.value);
-         });
-       },
-       {"2 1", "0 0"},
-       {"1 0", "2 0"}},
-      {"atomics lose nothing",
-       [](Test& t) {
-         t.thread(0, 0, [&t] { t.read[0] = add_local(&t.x.value, uint64_t{1}); });
-         t.thread(0, 1, [&t] { t.read[1] = add_local(&t.x.value, uint64_t{1}); });
-       },
-       {"0 1", "1 0"},
-       {"0 0", "1 1"}},
-      {"SB", buffering(nothing), {"0 0", "1 1"}, {}},
-      {"SB, fence.acq_rel", buffering([] { fence(Scope::kSystem); }), {"0 0"}, {}},
-      {"SB, fence.sc", buffering([] { fence_sequential(); }), {"1 1", "0 1"}, {"0 0"}},
-      {"IRIW acquire", independent(nothing), {"1 0 1 0"}, {}},
-      {"IRIW, fence.sc", independent([] { fence_sequential(); }), {"1 1 1 1"}, {"1 0 1 0"}},
-      {"LB: a known gap, never here",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           t.read[0] = strong_load(t.x, kRelaxed);
-           strong_store(t.y, 1, kRelaxed);
-         });
-         t.thread(1, 0, [&t] {
-           t.read[1] = strong_load(t.y, kRelaxed);
-           strong_store(t.x, 1, kRelaxed);
-         });
-       },
-       {"0 0", "0 1"},
-       {"1 1"}},
-      {"coherence of reads",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           strong_store(t.x, 1, kRelaxed);
-           strong_store(t.x, 2, kRelaxed);
-         });
-         t.thread(1, 0, [&t] {
-           t.read[0] = strong_load(t.x, kRelaxed);
-           t.read[1] = strong_load(t.x, kRelaxed);
-         });
-       },
-       {"1 2", "0 2", "0 1"},
-       {"2 1", "2 0", "1 0"}},
-      {"coherence of reads in two threads",
-       [](Test& t) {
-         t.thread(0, 0, [&t] { strong_store(t.x, 1, kRelaxed); });
-         t.thread(1, 0, [&t] {
-           t.read[0] = strong_load(t.x, kRelaxed);
-           strong_store(t.y, 1, kRelease);
-         });
-         t.thread(2, 0, [&t] {
-           t.read[1] = strong_load(t.y, kAcquire);
-           t.read[2] = strong_load(t.x, kRelaxed);
-         });
-       },
-       {"1 1 1", "0 1 0"},
-       {"1 1 0"}},
-      {"own writes are read",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           weak_store(&t.x.value, 1);
-           t.read[0] = weak_load(&t.x.value);
-         });
-       },
-       {"1"},
-       {"0"}},
-      {"a line is whole", look_at_line, {"0 0", "1 1"}, {"1 0", "0 1"}, Races::kIgnored, true, false},
-      {"a line is torn", look_at_line, {"1 0", "0 1"}, {}, Races::kIgnored, false, true},
-      {"host to GPU", passing(kHostThread, kHere, kRelease, kAcquire, true), {"1 1"}, {"1 0"}},
-      {"host to GPU, acquire.gpu", passing(kHostThread, kHere, kRelease, kAcquireGpu, true), {"1 0"}, {}},
-      {"NIC with relaxed ordering", passing(kHostThread, kHere, kRelaxed, kAcquire, true), {"1 0"}, {}},
-      {"bulk store, no proxy fence", bulk_store_of(false, true), {"1 2779096485"}, {}},
-      {"bulk store, source waited for alone", bulk_store_of(true, false), {"1 0"}, {}},
-      {"bulk store", bulk_store_of(true, true), {"1 1", "0 0"}, {"1 0", "1 2779096485"}},
-      {"bulk load, no proxy fence", bulk_load_of(false, true), {"1 0"}, {}},
-      {"bulk load, not waited for", bulk_load_of(true, false), {"1 0", "1 1"}, {}},
-      {"bulk load", bulk_load_of(true, true), {"1 1", "0 0", "0 1"}, {"1 0"}},
-      {"stage used again", stage_used_again(true), {}, {}, Races::kMustNot},
-      {"stage used again, no fence of its readers", stage_used_again(false), {}, {}, Races::kMustReport},
-      {"stage loaded over", stage_loaded_over(true), {}, {}, Races::kMustNot},
-      {"stage loaded over, newest store not waited for",
-       stage_loaded_over(false),
-       {},
-       {},
-       Races::kMustReport},
-      {"credit released", credit(kRelease), {}, {}, Races::kMustNot},
-      {"credit relaxed", credit(kRelaxed), {}, {}, Races::kMustReport},
-      {"acquired for a warp, sync", acquired_for_a_warp(true), {}, {}, Races::kMustNot},
-      {"acquired for a warp, vote", acquired_for_a_warp(false), {}, {}, Races::kMustReport},
-      {"barrier without a proxy fence",
-       [](Test& t) {
-         t.thread(0, 0, [&t] {
-           auto* barrier = reinterpret_cast<uint64_t*>(machine().shared());
-           bulk::barrier_init(barrier);
-           bulk::load(machine().shared() + 128, reinterpret_cast<std::byte*>(&t.row.vec), 16, barrier);
-           bulk::wait_loaded(barrier, 0);
-         });
-       },
-       {},
-       {},
-       Races::kMustReport},
-  };
-  return all;
-}
-
-// Runs one shape under one profile. Returns what is wrong; empty: nothing.
-std::string verdict(const Shape& shape, const Profile& profile, uint64_t seeds,
-                    std::map<std::string, uint64_t>& seen, uint64_t& reports) {
-  std::string wrong;
-  for (uint64_t seed = 0; seed < seeds; ++seed) {
-    Machine machine({.seed = seed, .profile = profile, .finds_races = shape.races != Races::kIgnored});
-    Test test(machine);
-    shape.make(test);
-    if (!machine.run()) {
-      ++reports;
-      if (shape.races != Races::kMustReport && wrong.empty())
-        wrong = "seed " + std::to_string(seed) + ": " + machine.report();
-      continue;
+  Test(Machine& of, const Shape& shape) : machine(of) {
+    constexpr const char* kNames[] = {"x", "y", "z", "row", "other", "ones"};
+    slots[litmus::kOnes].vec = row_of(1);
+    for (uint64_t& value : read) value = kNotRead;
+    for (uint32_t s = 0; s < litmus::kSlots; ++s) machine.memory().share(kNames[s], &slots[s], sizeof(Slot));
+    for (uint32_t t = 0; t < shape.size(); ++t) {
+      const litmus::Thread& thread = shape.threads[t];
+      machine.launch(t, {.name = "litmus",
+                         .rank = thread.at.rank,
+                         .first_block = thread.at.block,
+                         .lanes = thread.at.lanes,
+                         .shared_bytes = 256,
+                         .body = [this, &thread] { run(thread); }});
     }
-    uint32_t used = 4;
-    while (used > 1 && test.read[used - 1] == 9) --used;
-    std::string outcome;
-    for (uint32_t i = 0; i < used; ++i) outcome += (i ? " " : "") + std::to_string(test.read[i]);
-    ++seen[outcome];
   }
-  for (const auto& outcome : shape.sees)
-    if (!seen.count(outcome)) wrong += " not seen: " + outcome + ";";
-  for (const auto& outcome : shape.never)
-    if (seen.count(outcome)) wrong += " seen: " + outcome + ";";
-  if (shape.races == Races::kMustReport && reports == 0) wrong += " no report;";
+  void run(const litmus::Thread& thread);
+  void take(const Step& step, uint64_t* registers);
+  void take_bulk(const Step& step, uint64_t* registers);
+
+  uint64_t* word(const Step& step) { return reinterpret_cast<uint64_t*>(&slots[step.slot]); }
+  std::byte* row(const Step& step) { return reinterpret_cast<std::byte*>(&slots[step.slot]); }
+  std::byte* stage() const { return machine.shared() + 128; }
+  uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(machine.shared()); }
+};
+static_assert(litmus::kHostRank == kHost);
+
+Order order_of(const Step& step) {
+  return {.is_strong = step.kind != litmus::Kind::kWeak,
+          .scope = static_cast<Scope>(step.reach),
+          .acquires = step.kind == litmus::Kind::kAcquire,
+          .releases = step.kind == litmus::Kind::kRelease};
+}
+
+void Test::run(const litmus::Thread& thread) {
+  uint64_t registers[litmus::kRegisters];
+  for (uint64_t& value : registers) value = kNotRead;
+  const bool is_first = machine.place().lane == 0;
+  for (uint32_t s = 0; s < thread.size(); ++s) {
+    const Step& step = thread.steps[s];
+    if (step.lanes != Lanes::kAll && (step.lanes == Lanes::kFirst) != is_first) continue;
+    if (step.act == Act::kStopUnless && registers[step.reg] != step.value) return;
+    take(step, registers);
+    if (registers[step.reg] != kNotRead) read[step.reg] = registers[step.reg];
+    if (step.act == Act::kLoadLine) std::memcpy(read, registers, 2 * sizeof(uint64_t));
+  }
+}
+
+void Test::take(const Step& step, uint64_t* registers) {
+  const Order order = order_of(step);
+  uint64_t& value = registers[step.reg];
+  auto* const vec = reinterpret_cast<Vec16*>(row(step));
+  switch (step.act) {
+    case Act::kStore:
+      if (order.is_strong)
+        stored(word(step), uint64_t{step.value}, order, "store", Spot::current());
+      else
+        *static_cast<volatile uint64_t*>(word(step)) = step.value;
+      return;
+    case Act::kLoad:
+      value = order.is_strong ? loaded(word(step), order, "load", Spot::current())
+                              : *static_cast<volatile uint64_t*>(word(step));
+      return;
+    case Act::kAdd:
+      value =
+          updated(word(step), order, "add", Spot::current(), [&](uint64_t was) { return was + step.value; });
+      return;
+    case Act::kFence:
+      return machine.fence(order.scope, {"fence", Spot::current(), nullptr});
+    case Act::kFenceSequential:
+      return machine.fence_sequential({"fence.sc", Spot::current(), nullptr});
+    case Act::kStoreRow:
+      return store_vec(vec, row_of(step.value));
+    case Act::kLoadRow:
+      value = load_vec(vec).words[0];
+      return;
+    case Act::kStoreLine:
+      return store_line(vec, row_of(step.value));
+    case Act::kLoadLine: {
+      const Vec16 line = load_line(vec);
+      registers[0] = line.words[0];
+      registers[1] = line.words[3];
+      return;
+    }
+    case Act::kSyncWarp:
+      return machine.sync_warp({});
+    case Act::kVote:
+      value = machine.exchange(value)[0];
+      return;
+    default:
+      take_bulk(step, registers);
+  }
+}
+
+void Test::take_bulk(const Step& step, uint64_t* registers) {
+  switch (step.act) {
+    case Act::kStoreStage:
+      return store_vec(reinterpret_cast<Vec16*>(stage()), row_of(step.value));
+    case Act::kLoadStage:
+      registers[step.reg] = load_vec(reinterpret_cast<Vec16*>(stage())).words[0];
+      return;
+    case Act::kBulkStore:
+      bulk::store(row(step), stage(), 16);
+      return bulk::commit();
+    case Act::kBulkLoad:
+      return bulk::load(stage(), row(step), 16, barrier());
+    case Act::kInitBarrier:
+      return bulk::barrier_init(barrier());
+    case Act::kWaitLoaded:
+      return bulk::wait_loaded(barrier(), step.value);
+    case Act::kWaitRead:
+    case Act::kWaitWritten:
+      return machine.wait_groups(step.value, step.act == Act::kWaitRead, {"wait", Spot::current(), nullptr});
+    case Act::kFenceAsync:
+      return bulk::fence_async();
+    case Act::kFenceAsyncShared:
+      return bulk::fence_async_shared();
+    default:
+      return;
+  }
+}
+
+std::string outcome_of(const Test& test) {
+  uint32_t used = litmus::kOutcomeRegisters;
+  while (used > 1 && test.read[used - 1] == kNotRead) --used;
+  std::string outcome;
+  for (uint32_t i = 0; i < used; ++i) outcome += (i ? " " : "") + std::to_string(test.read[i]);
+  return outcome;
+}
+std::vector<std::string> split(const std::string& list) {
+  std::vector<std::string> parts;
+  for (size_t from = 0; from < list.size();) {
+    const size_t end = std::min(list.find('|', from), list.size());
+    parts.push_back(list.substr(from, end - from));
+    from = end + 1;
+  }
+  return parts;
+}
+
+struct Seen {
+  std::map<std::string, uint64_t> outcomes;
+  uint64_t reports = 0;
+  std::string first_report;
+};
+
+Seen runs_of(const Shape& shape, const Profile& profile, uint64_t seeds) {
+  Seen seen;
+  for (uint64_t seed = 0; seed < seeds; ++seed) {
+    Machine machine(
+        {.seed = seed, .profile = profile, .finds_races = shape.races != litmus::Races::kIgnored});
+    const Test test(machine, shape);
+    if (machine.run()) {
+      ++seen.outcomes[outcome_of(test)];
+    } else if (seen.reports++ == 0) {
+      seen.first_report = "seed " + std::to_string(seed) + ": " + machine.report();
+    }
+  }
+  return seen;
+}
+
+// What is wrong with a shape's runs; empty: nothing.
+std::string verdict(const Shape& shape, const Seen& seen) {
+  const bool must_report = shape.races == litmus::Races::kMustReport;
+  std::string wrong = must_report ? "" : seen.first_report;
+  for (const auto& outcome : split(shape.sees))
+    if (!seen.outcomes.count(outcome)) wrong += " not seen: " + outcome + ";";
+  for (const auto& outcome : split(shape.never))
+    if (seen.outcomes.count(outcome)) wrong += " seen: " + outcome + ";";
+  if (must_report && seen.reports == 0) wrong += " no report;";
   return wrong;
 }
 
@@ -528,21 +205,44 @@ std::string verdict(const Shape& shape, const Profile& profile, uint64_t seeds,
 
 uint32_t run_litmus(const std::string& part, uint64_t seeds) {
   uint32_t failures = 0;
-  for (const Shape& shape : shapes())
+  for (const Shape& shape : litmus::kShapes)
     for (const bool is_h200 : {true, false}) {
       if (std::string(shape.name).find(part) == std::string::npos) continue;
       if (is_h200 ? !shape.on_h200 : !shape.on_ptx) continue;
-      std::map<std::string, uint64_t> seen;
-      uint64_t reports = 0;
-      const std::string wrong = verdict(shape, is_h200 ? kH200 : kPtx, seeds, seen, reports);
+      const Seen seen = runs_of(shape, is_h200 ? kH200 : kPtx, seeds);
+      const std::string wrong = verdict(shape, seen);
       failures += wrong.empty() ? 0 : 1;
       std::printf("%-5s %-4s %-50s", wrong.empty() ? "ok" : "WRONG", is_h200 ? "h200" : "ptx", shape.name);
-      for (const auto& [outcome, count] : seen)
+      for (const auto& [outcome, count] : seen.outcomes)
         std::printf(" [%s] %llu", outcome.c_str(), static_cast<unsigned long long>(count));
-      if (reports) std::printf(" reported %llu", static_cast<unsigned long long>(reports));
+      if (seen.reports) std::printf(" reported %llu", static_cast<unsigned long long>(seen.reports));
       std::printf("%s%s\n", wrong.empty() ? "" : "\n      ", wrong.c_str());
     }
   return failures;
+}
+
+void print_allowed(uint64_t seeds) {
+  std::printf("{");
+  for (const Shape& shape : litmus::kShapes) {
+    const Seen seen = runs_of(shape, shape.on_h200 ? kH200 : kPtx, seeds);
+    std::printf("%s\n \"%s\": {\"races\": %s, \"on_gpu\": %s, \"allowed\": [",
+                &shape == litmus::kShapes ? "" : ",", shape.name,
+                shape.races == litmus::Races::kMustReport ? "true" : "false",
+                shape.on_gpu ? "true" : "false");
+    const char* comma = "";
+    for (const auto& [outcome, count] : seen.outcomes) {
+      std::printf("%s\"%s\"", comma, outcome.c_str());
+      comma = ", ";
+    }
+    std::printf("], \"gaps\": [");
+    comma = "";
+    for (const auto& outcome : split(shape.gap)) {
+      std::printf("%s\"%s\"", comma, outcome.c_str());
+      comma = ", ";
+    }
+    std::printf("]}");
+  }
+  std::printf("\n}\n");
 }
 
 }  // namespace weft::weak

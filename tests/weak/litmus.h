@@ -12,4 +12,8 @@ namespace weft::weak {
 // an outcome that must be seen is not, or one that must not be is.
 uint32_t run_litmus(const std::string& part, uint64_t seeds);
 
+// Prints, as JSON, for each shape: the outcomes that `seeds` runs showed, under the profile h200 where the shape is for it;
+// whether the machine reports a race, by which any outcome is allowed; and what PTX allows though the machine never shows it.
+void print_allowed(uint64_t seeds);
+
 }  // namespace weft::weak

@@ -22,7 +22,7 @@ namespace weft::weak {
 // What kernels take for granted beyond PTX; `h200` is all of it, `ptx` none.
 struct Profile {
   bool branches_order_loads = true;  // strong loads behind a branch on a strong load are not earlier
-  bool lines_are_whole = true;       // 16 aligned bytes of one strong access are read from one write
+  bool lines_are_atomic = true;      // 16 aligned bytes of one strong access are read from one write
 };
 inline constexpr Profile kH200{}, kPtx{false, false};
 

@@ -2,6 +2,7 @@
 //
 // The program behind tools/weak-order.
 //   litmus [part]               litmus tests: one line each
+//   allowed seeds               what each litmus test may show, as JSON
 //   run seconds first_seed      all scenarios, by turns; the first failure is printed with what led there
 //   list                        the sites of order that scenarios come by, numbered, each way in which one is weakened
 //   mutants seconds [number]    each of them, or one, until it is caught or that time is over
@@ -104,10 +105,12 @@ int main(int argc, char** argv) {
   using namespace weft::weak;
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "litmus") return run_litmus(argc > 2 ? argv[2] : "", kLitmusSeeds) ? 1 : 0;
+  if (what == "allowed" && argc == 3) return print_allowed(std::strtoull(argv[2], nullptr, 10)), 0;
   if (what == "run" && argc == 4) return run(std::atof(argv[2]), std::strtoull(argv[3], nullptr, 10));
   if (what == "list") return list();
   if (what == "mutants" && argc >= 3)
     return run_mutants(std::atof(argv[2]), argc > 3 ? std::atoll(argv[3]) : -1);
-  std::fprintf(stderr, "weak: litmus [PART] | run SECONDS SEED | list | mutants SECONDS [NUMBER]\n");
+  std::fprintf(stderr,
+               "weak: litmus [PART] | allowed SEEDS | run SECONDS SEED | list | mutants SECONDS [NUMBER]\n");
   return 2;
 }

@@ -26,7 +26,7 @@ struct Fiber;
 struct Rendezvous {
   uint32_t size = 0, arrived = 0, generation = 0;
   View joining;
-  View joined;  // of the last meeting
+  View joined;  // of the last rendezvous
   std::vector<Fiber*> waiting;
   std::vector<uint64_t> values[2];  // of exchanges, by turns: nobody is two ahead
 };

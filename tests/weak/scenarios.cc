@@ -137,7 +137,7 @@ void push_rows(std::byte* to, const std::byte* from, uint64_t* signal, const uin
   if (awaited) {
     if (warp.rank() == 0)
       while (load_acquire(awaited) != 1) pause(0);
-    pipe.sees_arrived();
+    pipe.fence_acquired();
   }
   uint32_t item = 0;
   pipe.run(

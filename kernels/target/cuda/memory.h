@@ -33,7 +33,7 @@ WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 // Device scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   uint64_t value;
@@ -205,7 +205,7 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
                : "memory");
 }
 // Lanes of a warp that load the parts of a 128-byte line with one instruction get what was there at one time.
-inline constexpr bool kLoadsLinesWhole = true;
+inline constexpr bool kLoadsFullLines = true;
 // A part of a 128-byte line that the lanes of a warp store with one instruction, so that it arrives whole.
 WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
   store_line(at, v);

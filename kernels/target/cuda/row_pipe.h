@@ -13,7 +13,7 @@ WEFT_DEVICE uint32_t shared_address(const void* at) {
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasBulkCopies = true;
+inline constexpr bool kHasBulkCopies = true, kHasRowQueue = true;
 
 namespace bulk {
 
@@ -68,7 +68,7 @@ WEFT_DEVICE void wait_written() {
 
 }  // namespace bulk
 #else
-inline constexpr bool kHasBulkCopies = false;
+inline constexpr bool kHasBulkCopies = false, kHasRowQueue = false;
 #endif
 
 }  // namespace weft

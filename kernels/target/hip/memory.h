@@ -91,7 +91,7 @@ WEFT_DEVICE void store_register_local(uint64_t* at, uint64_t value) {
 WEFT_DEVICE void store_after_register(uint64_t* at, uint64_t value) {
   store_release_local(at, value);
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -161,7 +161,7 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
 // Lanes that load the parts of a line at one time may get them from different times.
-inline constexpr bool kLoadsLinesWhole = false;
+inline constexpr bool kLoadsFullLines = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.
 WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
   store_line(at, v);

@@ -9,6 +9,6 @@
 
 namespace weft {
 
-inline constexpr bool kHasBulkCopies = false;
+inline constexpr bool kHasBulkCopies = false, kHasRowQueue = false;
 
 }  // namespace weft

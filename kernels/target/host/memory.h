@@ -28,7 +28,7 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// A look at a signal that a peer may write, cheap enough to repeat. A thread that sees what it waits for acquires then.
 inline uint64_t peek(const uint64_t* at) {
   return load_relaxed(at);
 }
@@ -172,9 +172,15 @@ inline void touch(const std::byte* at) {
 
 }  // namespace detail
 
+// As they say for GPUs (kernels/target/gpu.h). A block is a thread or two; a core looks ahead by itself along a row, and
+// starts anew with every other one; it has neither far memory nor few registers.
+inline constexpr bool kHasFewBlocks = true, kIsAllNear = true, kAsksAhead = true;
+inline constexpr uint32_t kSendVecs = 16, kSendRows = 1, kReceiveVecs = 16, kReceiveRows = 1, kOwnRows = 1;
+
 // Copies by one thread as the system's library does, which knows the machine's best way for every size;
 // false where a target has nothing better than a loop over vectors.
-inline bool copy_alone(void* dst, const void* src, uint64_t bytes) {
+inline constexpr bool kCopiesAlone = true;
+inline bool copy_by_thread(void* dst, const void* src, uint64_t bytes) {
   if (dst != src) std::memcpy(dst, src, bytes);
   return true;
 }
@@ -199,9 +205,9 @@ inline bool copy_cold(void* dst, const void* src, uint64_t bytes) {
       held[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
     for (uint64_t i = 0; i < kStep / 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + i, held[i]);
   }
-  return copy_alone(to, from, bytes);
+  return copy_by_thread(to, from, bytes);
 #else
-  return copy_alone(dst, src, bytes);
+  return copy_by_thread(dst, src, bytes);
 #endif
 }
 
@@ -212,7 +218,8 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
   constexpr uint64_t kStep = 64, kSrcAhead = 2048;
   const auto* from = static_cast<const std::byte*>(src);
   auto* to = static_cast<std::byte*>(dst);
-  if (bytes == 0 || reinterpret_cast<uint64_t>(to) % sizeof(Vec16) != 0) return copy_alone(dst, src, bytes);
+  if (bytes == 0 || reinterpret_cast<uint64_t>(to) % sizeof(Vec16) != 0)
+    return copy_by_thread(dst, src, bytes);
   detail::touch(to);
   detail::touch(to + bytes - 1);
   for (; bytes >= kStep; bytes -= kStep, from += kStep, to += kStep) {
@@ -222,10 +229,21 @@ inline bool copy_past_caches(void* dst, const void* src, uint64_t bytes) {
       held[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
     for (uint64_t i = 0; i < kStep / 16; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, held[i]);
   }
-  return copy_alone(to, from, bytes);
+  return copy_by_thread(to, from, bytes);
 #else
-  return copy_alone(dst, src, bytes);
+  return copy_by_thread(dst, src, bytes);
 #endif
+}
+
+// A row, past the caches where it will not be read soon.
+inline bool copy_row_alone(void* dst, const void* src, uint64_t bytes, bool past_caches) {
+  return past_caches ? copy_past_caches(dst, src, bytes) : copy_by_thread(dst, src, bytes);
+}
+// Vectors [first, last) of a row, as many as there is room for.
+template <uint32_t kVecs>
+void load_row_alone(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
+  for (uint32_t v = 0; v < kVecs; ++v)
+    if (first + v < last) held[v] = load_vec(row + first + v);
 }
 
 // Copies a few bytes between places of any alignment.
@@ -256,16 +274,16 @@ inline void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
   store_release(halves, v.words[0] | uint64_t{v.words[1]} << 32);
 }
-// Where a peer may look for a line's tag at the same time, and find something else.
+// A store without order, where a peer may load at the same time, in search of a line's tag.
 template <class T>
-inline void store_watched(T* at, T value) {
+inline void store_unordered(T* at, T value) {
   if constexpr (sizeof(T) == sizeof(Vec16))
     store_line(at, value);
   else
     std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
 }
 // One thread loads the parts of a line one after the other.
-inline constexpr bool kLoadsLinesWhole = false;
+inline constexpr bool kLoadsFullLines = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.
 inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
   auto* halves = reinterpret_cast<uint64_t*>(at);

@@ -8,7 +8,7 @@
 
 namespace weft {
 
-inline constexpr bool kHasBulkCopies = false;
+inline constexpr bool kHasBulkCopies = false, kHasRowQueue = true;
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the
 // stage.
@@ -22,7 +22,7 @@ class RowPipe {
  public:
   RowPipe(Warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) {}
 
-  void sees_arrived() const {}
+  void fence_acquired() const {}
   template <class Next, class Sink>
   void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
@@ -49,7 +49,7 @@ class RowPipe {
 class RowQueue {
  public:
   RowQueue(Warp, std::byte* /*shared*/, uint32_t slots) : slots_(slots) {}
-  void sees_arrived() const {}
+  void fence_acquired() const {}
   bool has_room() const { return waiting_ != slots_; }
   void ask(const std::byte* src, uint32_t /*bytes*/) { pieces_[(front_ + waiting_++) % slots_] = src; }
   const Vec16* front() const { return reinterpret_cast<const Vec16*>(pieces_[front_]); }

@@ -2,7 +2,7 @@
 //
 // Sums of whole rows by one thread, compiled for more than one kind of CPU: the widest one that this machine is of runs.
 //   AddedRow rows[] = {{first, 0.5f}, {second, 0.25f}};
-//   sum_bf16_alone<true>(out, rows, 2, row_bytes, true);
+//   sum_bf16_by_thread<true>(out, rows, 2, row_bytes, true);
 // Bit for bit what an element after the other gives: float32 from 0 on, rows in order, one rounding of each product, of each
 // sum, and of the result.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace weft {
 
-inline constexpr bool kSumsAlone = true;
+inline constexpr bool kSumsByThread = true;
 
 namespace detail {
 
@@ -161,7 +161,8 @@ inline const SumBf16 kSumBf16 = widest_sum_bf16<kIsWeighted>();
 // Writes the bf16 sum of `count` bf16 rows, times their weights if it is weighted. Places and `bytes` are multiples of 16.
 // past_caches: the sum is not read soon.
 template <bool kIsWeighted>
-bool sum_bf16_alone(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes, bool past_caches) {
+bool sum_bf16_by_thread(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes,
+                        bool past_caches) {
   detail::kSumBf16<kIsWeighted>(out, rows, count, bytes, past_caches);
   return true;
 }

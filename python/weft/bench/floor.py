@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import invalid
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 
 if TYPE_CHECKING:
     from weft.testing.ranks import Rank
@@ -43,9 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="", help="comma-separated numbers of peers (default: all others)")
     parser.add_argument("--sms", default="", help="comma-separated (default: some; the best one is shown)")
     parser.add_argument("--every-sms", action="store_true", help="a row for every number of SMs")
-    parser.add_argument("--ranks", type=whole_from(2), default=0, help="default: torchrun's, all GPUs, or 2")
+    parser.add_argument(
+        "--ranks", type=integer_from(2), default=0, help="default: torchrun's, all GPUs, or 2"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--samples", type=whole_from(1), default=9, help="of ten launches each (default 9)")
+    parser.add_argument("--samples", type=integer_from(1), default=9, help="of ten launches each (default 9)")
     add_report_arguments(parser)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from weft.collectives.cached import cached
 from weft.collectives.flow import size_limit
 from weft.collectives.interpreter import Interpreter, Running
 from weft.collectives.ir import Algorithm, Block, Connection, Step
-from weft.collectives.kept import kept
 from weft.collectives.structure import BlockId, check_structure
 from weft.collectives.values import total
 
@@ -37,10 +37,10 @@ class EndedSums:
     has_average: bool
 
 
-@kept
+@cached
 def ended_sums(algorithm: Algorithm) -> EndedSums:
-    """Analyse a verified algorithm. The answer is kept: every rank of a book asks for it. Threads: any."""
-    algorithm = algorithm.unturned()
+    """Analyse a verified algorithm. The answer is cached: every rank of a book asks for it. Threads: any."""
+    algorithm = algorithm.unrotated()
     nothing = EndedSums(algorithm, frozenset(), False)
     if algorithm.contract is None or algorithm.collective not in _REDUCING:
         return nothing
@@ -74,8 +74,8 @@ class _Adder(Interpreter):
             value = self._values[self._slot(rank, step.dst.buffer, step.dst.index + running.chunk)]
         else:
             value = self._fifo[rank, block.send, block.channel][-1].value
-        is_whole = value == total(self._algorithm.num_ranks, value.parts[0][1])
-        self._ended.setdefault((rank, number, running.step), []).append(is_whole)
+        never_folds = value == total(self._algorithm.num_ranks, value.parts[0][1])
+        self._ended.setdefault((rank, number, running.step), []).append(never_folds)
 
 
 def _one_chunk_a_step(algorithm: Algorithm) -> Algorithm:

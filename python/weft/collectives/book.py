@@ -45,7 +45,7 @@ _SERVED = (
     ("gather", 7, False),
     ("scatter", 8, False),
 )
-_BY_EXCHANGE_ALONE = ("gather", "scatter")
+_ONLY_BY_EXCHANGE = ("gather", "scatter")
 _REDUCED = ("allreduce", "reducescatter", "reduce")
 _MAY_ALIAS = ("reducescatter",)  # whose in-place calls the out-of-place programs serve, too
 _SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
@@ -120,7 +120,7 @@ def _rows(part: Part) -> Iterator[Row]:
         for (size, choice), (later, next_choice) in zip(chosen, [*chosen[1:], (0, None)], strict=True):
             if next_choice == choice:
                 continue
-            if choice.mode == PROGRAM and collective in _BY_EXCHANGE_ALONE:
+            if choice.mode == PROGRAM and collective in _ONLY_BY_EXCHANGE:
                 continue
             if choice.mode == PROGRAM:
                 _check(collective, choice.algorithm)

@@ -17,7 +17,7 @@ class CallMemory:
         self._rank, self._size = rank, size
         self._keeps: dict[int, bool] = {}
         self._writes: dict[int, bool] = {}
-        self._kept: list[Algorithm] = []  # keeps the ids that these are keyed by alive
+        self._held: list[Algorithm] = []  # keeps the ids that these are keyed by alive
 
     def apart(
         self, collective: str, tensor: torch.Tensor, out: torch.Tensor, root: int, algorithm: Algorithm | None
@@ -57,7 +57,7 @@ class CallMemory:
             steps = (step for block in algorithm.ranks[self._rank].blocks for step in block.steps)
             known = any(buffer != Buffer.scratch for step in steps for buffer, _ in step.writes())
             self._writes[id(algorithm)] = known
-            self._kept.append(algorithm)
+            self._held.append(algorithm)
         return known
 
     def _keeps_other_parts(self, algorithm: Algorithm) -> bool:
@@ -86,5 +86,5 @@ class CallMemory:
                 for step in writers
             )
             self._keeps[id(algorithm)] = known
-            self._kept.append(algorithm)
+            self._held.append(algorithm)
         return known

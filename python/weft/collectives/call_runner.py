@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a checked call runs: chosen, brought onto memory that its program takes, planned, and kept for the next like it.
+"""How a checked call runs: chosen, brought onto memory that its program takes, and planned. Plans are cached.
 
 ``Collectives`` (weft.collectives.calls) is this with a method for each collective. A call takes one of two ways:
 
@@ -88,7 +88,7 @@ class CallRunner:
         self._executor = Executor(core, timeout_s) if self.size > 1 else None
         self._selector = agreed_selector(core, "cpu" if self._is_cpu else "nvlink")
         self._loaded: dict[int, Loaded] = {}
-        self._kept: list[Algorithm] = []  # keeps the ids that _loaded is keyed by alive
+        self._held: list[Algorithm] = []  # keeps the ids that _loaded is keyed by alive
         self._checks = CallChecks(self.rank, self.size, self.device, self._ordinal)
         self._memory = CallMemory(self.rank, self.size)
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
@@ -281,7 +281,7 @@ class CallRunner:
         if loaded is None:
             loaded = self._need_executor().load(algorithm)
             self._loaded[id(algorithm)] = loaded
-            self._kept.append(algorithm)
+            self._held.append(algorithm)
         return loaded
 
     def _need_executor(self) -> Executor:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a group's calls: each runs in its caller's thread, or beside it, after all that were made before.
+"""The order of a group's calls: each runs in its caller's thread or in another, after all calls that were made before.
 
     order = CallsInOrder("weft-collectives")
     order.here(call)            # in this thread, and its result
-    order.beside(call)          # in a thread of the group, while the caller goes on
+    order.in_thread(call)       # in a thread of the group, while the caller goes on
     order.end()                 # wait for what is under way
 
 The thread lives while it has calls, and a moment longer. Threads: one caller at a time. A call that is made inside a
@@ -43,7 +43,7 @@ class CallsInOrder:
             self._wait()
         return call()
 
-    def beside(self, run: Run) -> None:
+    def in_thread(self, run: Run) -> None:
         """Run a call in the group's thread, once all before it have ended."""
         if self._is_own_thread():
             run(None)

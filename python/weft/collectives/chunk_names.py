@@ -20,7 +20,7 @@ def chunk_names(algorithm: Algorithm) -> dict[tuple[int, int, int], tuple[str, .
     """Return the names by (rank, block, step); of a wrong algorithm those of the steps before it goes wrong."""
     found: dict[tuple[int, int, int], dict[str, None]] = {}
     with contextlib.suppress(VerificationError):
-        _Namer(algorithm.unturned(), found).hang()
+        _Namer(algorithm.unrotated(), found).hang()
     return {place: tuple(names) for place, names in found.items()}
 
 

@@ -29,7 +29,7 @@ from weft.collectives.xml import DIALECTS
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import Column, Table, make_console, whole_from
+from weft.runtime.tables import Column, Table, integer_from, make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +56,10 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm"
     )
     parser.add_argument(
-        "--ranks", type=whole_from(1), default=0, help="of what a program or the library makes"
+        "--ranks", type=integer_from(1), default=0, help="of what a program or the library makes"
     )
     parser.add_argument("--protocol", choices=PROTOCOLS)
-    parser.add_argument("--instances", type=whole_from(1))
+    parser.add_argument("--instances", type=integer_from(1))
     parser.add_argument("--in-place", action="store_true", help="of a library algorithm: the in-place form")
     parser.add_argument(
         "--option",
@@ -164,7 +164,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_library() -> None:
-    columns = (Column("name", is_key=True, is_whole=True), Column("what it does"), Column("options"))
+    columns = (Column("name", is_key=True, never_folds=True), Column("what it does"), Column("options"))
     known = entries().items()
     for collective in dict.fromkeys(entry.collective for _, entry in known):
         table = Table(collective, columns)

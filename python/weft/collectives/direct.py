@@ -18,9 +18,9 @@ from collections import defaultdict, deque
 
 import numpy as np
 
+from weft.collectives.cached import cached
 from weft.collectives.interpreter import Interpreter, Running, Slot
 from weft.collectives.ir import Algorithm, Connection, Op, Span, Step
-from weft.collectives.kept import kept
 from weft.collectives.structure import BlockId, check_structure
 
 StepId = tuple[int, int, int]  # rank, block, step
@@ -49,13 +49,13 @@ class DirectMessages:
     refers_only: bool = False
 
 
-@kept
+@cached
 def direct_messages(algorithm: Algorithm) -> DirectMessages:
     """Analyse a verified algorithm, in every form that it claims; without a contract nothing bypasses its slots.
 
-    The answer is kept: the cost model asks for every size, the executor once more. Threads: any.
+    The answer is cached: the cost model asks for every size, the executor once more. Threads: any.
     """
-    algorithm = algorithm.unturned()
+    algorithm = algorithm.unrotated()
     connections = check_structure(algorithm)
     blocks = sum(1 for _ in algorithm.blocks())
     work = sum(step.count for *_, step in algorithm.steps())
@@ -153,5 +153,5 @@ class _Tracer(Interpreter):
             self._traced.append(_Traced(sent, event, source, target))
         if op.sends:
             # A forwarded chunk lies in the step's destination; a chunk that is only passed on (rrs) lies nowhere.
-            kept = src if op is Op.SEND else dst
-            self._in_flight[rank, block.send, block.channel].append((event, kept))
+            piece = src if op is Op.SEND else dst
+            self._in_flight[rank, block.send, block.channel].append((event, piece))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives that one kernel does as a whole (kernels/collective/exchange.cuh), by their programs' names.
+"""The collectives that a single kernel does (kernels/collective/exchange.cuh), by their programs' names.
 
 Numbers as in kernels/collective/exchange_args.h. Needs no core, so that books can be written where none is built yet.
 """

@@ -21,11 +21,11 @@ from typing import Any
 
 from weft import _core
 from weft.collectives.average import ended_sums
+from weft.collectives.cached import cached
 from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import Exchange
 from weft.collectives.flow import run_limit
 from weft.collectives.ir import Algorithm
-from weft.collectives.kept import kept
 from weft.collectives.rows import ELEMENT_BYTES, REDUCTIONS, chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 from weft.runtime.plain import PlanBook
@@ -45,7 +45,7 @@ _REDUCTIONS = ("allreduce", "reducescatter", "reduce_scatter", "reduce", "custom
 FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
-@kept
+@cached
 def fingerprint(algorithm: Algorithm) -> int:
     """Return a number that says what all ranks do, alike on all of them."""
     steps = [

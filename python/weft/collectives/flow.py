@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
+from weft.collectives.cached import cached
 from weft.collectives.ir import (
     MAX_COUNT,
     RING_SLOTS,
@@ -22,7 +23,6 @@ from weft.collectives.ir import (
     Block,
     Connection,
 )
-from weft.collectives.kept import kept
 
 _UNIT_BYTES = 16  # chunks of one group start at multiples of it
 
@@ -45,9 +45,9 @@ class SizeLimit:
         return self.says if num_bytes > self.most_bytes or not is_even or is_cut else None
 
 
-@kept
+@cached
 def run_limit(algorithm: Algorithm) -> SizeLimit | None:
-    """Return what size_limit() says of the executor's own connections. The answer is kept."""
+    """Return what size_limit() says of the executor's own connections. The answer is cached."""
     return size_limit(algorithm)
 
 

@@ -47,7 +47,7 @@ class Interpreter:
     """Runs the steps, one chunk at a time, with connections of ``slots`` messages; None: as many as are sent.
 
     Ranks that are alike take every step at the same time, so rank 0's blocks are run for all: what comes from a peer is
-    what rank 0 sent, turned, and a clock has the blocks of all ranks, each named by its distance from rank 0. If no
+    what rank 0 sent, rotated, and a clock has the blocks of all ranks, each named by its distance from rank 0. If no
     block of rank 0 can move, none of any rank can.
     """
 
@@ -68,10 +68,10 @@ class Interpreter:
         self._values: dict[Slot, Value] = _initial(algorithm, self._contract, inplace)
         self._written: dict[Slot, Access] = {}
         self._read: dict[Slot, list[Access]] = {}
-        self._turning = algorithm.turning
+        self._rotation = algorithm.rotation
         identities = [(rank, number) for rank, number, _ in algorithm.distinct_blocks()]
         self._number = {identity: i for i, identity in enumerate(identities)}
-        zero = np.zeros(len(identities) * (algorithm.num_ranks if self._turning else 1), np.int32)
+        zero = np.zeros(len(identities) * (algorithm.num_ranks if self._rotation else 1), np.int32)
         self._blocks = {i: self._running(i, zero.copy()) for i in identities}
         self._needed = algorithm.needed_steps()
         self._finished: dict[tuple[int, int, int], np.ndarray] = {}
@@ -183,11 +183,11 @@ class Interpreter:
     def _received(self, running: Running) -> _Message:
         message = self._fifo[running.incoming].popleft()
         self._wake(("place", running.incoming))
-        if self._turning is None:
+        if self._rotation is None:
             return message
         ahead = running.block.recv
         clock = np.roll(message.clock, ahead * len(self._blocks))
-        return _Message(self._turning.value(message.value, ahead), clock)
+        return _Message(self._rotation.value(message.value, ahead), clock)
 
     def _finish_step(self, running: Running) -> None:
         key = (*running.identity, running.step)
@@ -304,7 +304,7 @@ def _initial(algorithm: Algorithm, contract: Collective | None, inplace: bool) -
             values.update({(rank, Buffer.input, c): Chunk(rank, c) for c in range(inputs)})
             values.update({(rank, Buffer.output, c): Chunk(rank, -1 - c) for c in range(outputs)})
         return values
-    start = contract.start().buffers if algorithm.turning is None else [contract.start_of_first()]
+    start = contract.start().buffers if algorithm.rotation is None else [contract.start_of_first()]
     for rank, buffers in enumerate(start):
         for buffer, slots in buffers.items():
             values.update(

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import overload
 
 from weft.collectives.contract import Collective
-from weft.collectives.turning import Turning
+from weft.collectives.rotation import Rotation
 
 PROTOCOLS = ("Simple", "LL", "LL128")
 MAX_CHUNKS = 1 << 16  # of a buffer: far more than algorithms have, and few enough to verify
@@ -124,15 +124,15 @@ class RankProgram:
     blocks: list[Block] = dataclasses.field(default_factory=list)
 
 
-class TurnedRanks(Sequence[RankProgram]):
+class RotatedRanks(Sequence[RankProgram]):
     """The programs of all ranks, each made from ``first``, rank 0's, when it is asked for: what is changed is lost."""
 
-    def __init__(self, first: RankProgram, turning: Turning) -> None:
+    def __init__(self, first: RankProgram, rotation: Rotation) -> None:
         self.first = first
-        self.turning = turning
+        self.rotation = rotation
 
     def __len__(self) -> int:
-        return self.turning.ranks
+        return self.rotation.ranks
 
     @overload
     def __getitem__(self, rank: int) -> RankProgram: ...
@@ -168,7 +168,9 @@ class TurnedRanks(Sequence[RankProgram]):
         return Block(self.peer(block.send, by), self.peer(block.recv, by), block.channel, steps)
 
     def _span(self, span: Span, by: int) -> Span:
-        return Span(span.buffer, self.turning.index(span.buffer, span.index, by)) if span.index >= 0 else span
+        return (
+            Span(span.buffer, self.rotation.index(span.buffer, span.index, by)) if span.index >= 0 else span
+        )
 
     def peer(self, peer: int, by: int) -> int:
         """Return who is to the rank ``by`` further on what ``peer`` is to a rank; -1: nobody."""
@@ -208,14 +210,14 @@ class Algorithm:
         return len(self.ranks)
 
     @property
-    def turning(self) -> Turning | None:
+    def rotation(self) -> Rotation | None:
         """How the ranks' programs come from rank 0's; None where each is its own."""
-        return self.ranks.turning if isinstance(self.ranks, TurnedRanks) else None
+        return self.ranks.rotation if isinstance(self.ranks, RotatedRanks) else None
 
     @property
     def distinct(self) -> Sequence[RankProgram]:
         """The programs that stand for all: rank 0's where the others are made from it."""
-        return [self.ranks.first] if isinstance(self.ranks, TurnedRanks) else self.ranks
+        return [self.ranks.first] if isinstance(self.ranks, RotatedRanks) else self.ranks
 
     @property
     def channels(self) -> int:
@@ -223,7 +225,7 @@ class Algorithm:
 
     def incoming(self, rank: int, block: Block) -> Connection:
         """Return the connection that a block receives from; of ranks that are alike, by rank 0's name for it."""
-        if self.turning is not None:
+        if self.rotation is not None:
             return 0, (rank - block.recv) % self.num_ranks, block.channel
         return block.recv, rank, block.channel
 
@@ -259,9 +261,9 @@ class Algorithm:
             for dep in step.depends
         }
 
-    def unturned(self) -> Algorithm:
+    def unrotated(self) -> Algorithm:
         """Return the algorithm with a program of its own for every rank."""
-        return dataclasses.replace(self, ranks=list(self.ranks)) if self.turning else self
+        return dataclasses.replace(self, ranks=list(self.ranks)) if self.rotation else self
 
     def place(self, rank: int, block: int, step: int) -> str:
         """Name a step in words: 'rank 0, block 1, step 2 (rrc from rank 3)'."""

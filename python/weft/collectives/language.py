@@ -27,8 +27,8 @@ from weft.collectives.contract import Buffer, Collective, State
 from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, PROTOCOLS, Algorithm
 from weft.collectives.memory import Memory, Place
 from weft.collectives.program_lines import ProgramError, _error, place_of, user_line
+from weft.collectives.rotation import Area, Rotation, rotation_of
 from weft.collectives.topology import Topology
-from weft.collectives.turning import Area, Turning, turning_of
 from weft.collectives.values import Value
 
 _MAX_OPERATIONS = 1 << 20  # of a program: far more than can be verified
@@ -172,9 +172,9 @@ class Program:
         self.num_ranks = collective.num_ranks
         self.where = user_line()
         self.operations: list[Operation] = []
-        self.turning: Turning | None = None  # of a program written with rotations()
-        self._is_turning = False
-        if turning_of(collective) is None:
+        self.rotation: Rotation | None = None  # of a program written with rotations()
+        self._is_rotating = False
+        if rotation_of(collective) is None:
             _ = self._memory  # what the user's contract says is wrong is told now
         self._connections: set[tuple[int, int]] = set()
         self._follows_msccl = False
@@ -188,7 +188,7 @@ class Program:
 
     @functools.cached_property
     def _memory(self) -> Memory:
-        return Memory(self.collective, self.turning)
+        return Memory(self.collective, self.rotation)
 
     @property
     def buffers(self) -> list[dict[str, list[Value | None]]]:
@@ -212,28 +212,28 @@ class Program:
 
     def rotations(self) -> Iterator[int]:
         """What rotations() of this module does."""
-        if self.turning is None:
+        if self.rotation is None:
             if self.operations:
                 raise _error("rotations: there are operations of single ranks, allowed: all inside or none")
-            self.turning = turning_of(self.collective)
-            if self.turning is None:
-                raise _error(f"rotations: nobody said how the ranks of {self.collective!r} are alike")
+            self.rotation = rotation_of(self.collective)
+            if self.rotation is None:
+                raise _error(f"rotations: no rotation is known of {self.collective!r}")
             self.__dict__.pop("_memory", None)
-        self._is_turning = True
+        self._is_rotating = True
         try:
             yield 0
         finally:
-            self._is_turning = False
+            self._is_rotating = False
 
     def create_scratch(self, rank: int, name: str, per_rank: int = 0) -> None:
         """What create_scratch() of this module does."""
         if per_rank:
-            if not self._is_turning or self.turning is None or self._memory.length(0, name):
+            if not self._is_rotating or self.rotation is None or self._memory.length(0, name):
                 raise _error(f"per_rank of {name}: allowed: inside of rotations(), before it is written")
             size = self.num_ranks * per_rank
-            self.turning.areas[name] = [Area(0, size, per_rank)]
+            self.rotation.areas[name] = [Area(0, size, per_rank)]
             self._memory.buffers[0][name] = [None] * size
-        self.buffers[0 if self.turning else rank].setdefault(name, [])
+        self.buffers[0 if self.rotation else rank].setdefault(name, [])
 
     def chunk(self, rank: int, buffer: str, index: int, size: int = 1) -> Ref | None:
         """Return a reference to ``size`` chunks of ``buffer``; None if one of the slots is empty."""
@@ -254,11 +254,11 @@ class Program:
     def scratch_sizes(self, rank: int) -> dict[str, int]:
         """Return the chunks of each scratch buffer of ``rank``, in the order in which they were first written."""
         own = (Buffer.input, Buffer.output)
-        held = self.buffers[0 if self.turning else rank]
+        held = self.buffers[0 if self.rotation else rank]
         return {name: len(slots) for name, slots in held.items() if name not in own}
 
     def _place(self, rank: int, buffer: str, index: int, size: int) -> Place:
-        if self.turning is not None and not self._is_turning:
+        if self.rotation is not None and not self._is_rotating:
             raise _error("outside of rotations(), where this program is written; allowed: all inside or none")
         if not 0 <= rank < self.num_ranks:
             raise _error(f"rank {rank} is not one of the {self.num_ranks} ranks")
@@ -326,10 +326,10 @@ class Program:
             raise _error(
                 f"source and destination overlap: {src.buffer}[{src.index}], {dst.buffer}[{dst.index}]"
             )
-        if self.turning is not None:
-            self._check_turns(self.turning, src, dst, size)
+        if self.rotation is not None:
+            self._check_rotation(self.rotation, src, dst, size)
         if self.topology is not None:
-            for by in range(self.num_ranks if self.turning else 1):
+            for by in range(self.num_ranks if self.rotation else 1):
                 self._check_link(
                     self.topology, (src.rank + by) % self.num_ranks, (dst.rank + by) % self.num_ranks
                 )
@@ -341,10 +341,10 @@ class Program:
             raise _error(f"the program has more than {_MAX_OPERATIONS} operations")
         self.operations.append(Operation(reduces, src, dst, size, *hints, where))
 
-    def _check_turns(self, turning: Turning, src: Place, dst: Place, size: int) -> None:
+    def _check_rotation(self, rotation: Rotation, src: Place, dst: Place, size: int) -> None:
         """Check that all ranks can do this at the same time, each with its own chunks."""
         for place in (src, dst):
-            if not turning.keeps_together(place.buffer, place.index, size):
+            if not rotation.keeps_together(place.buffer, place.index, size):
                 slots = f"{place.buffer}[{place.index}:{place.index + size}]"
                 raise _error(f"rotations: {slots} belong to several ranks; allowed: chunks of one at a time")
         mine, theirs = self._memory.own(src), self._memory.own(dst)
@@ -359,8 +359,8 @@ class Program:
 
     def _connect(self, src: int, dst: int) -> None:
         """Count the sender's block that every connection needs, as verify() would after minutes of compiling."""
-        self._connections.add((src, dst) if self.turning is None else (0, (dst - src) % self.num_ranks))
-        most = MAX_BLOCKS // self.instances // (1 if self.turning is None else self.num_ranks)
+        self._connections.add((src, dst) if self.rotation is None else (0, (dst - src) % self.num_ranks))
+        most = MAX_BLOCKS // self.instances // (1 if self.rotation is None else self.num_ranks)
         if len(self._connections) > most:
             each = f", each in {self.instances} instances" if self.instances > 1 else ""
             raise _error(
@@ -398,7 +398,7 @@ def rotations() -> Iterator[int]:
     Every operation in it is done by all ranks at the same time, rank r's with all ranks moved on by r and all chunks by
     r ranks' parts. A program has all its operations in rotations(), or none, and compiles in the time of one rank.
 
-    Raises: ProgramError where the contract's ranks are not alike (weft.collectives.turning), at operations outside.
+    Raises: ProgramError where the contract's ranks are not alike (weft.collectives.rotation), at operations outside.
     """
     return _current().rotations()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every slot holds while a program is written, and how often it was written.
 
-Of ranks that are alike (weft.collectives.turning) rank 0's slots stand for all: what rank r holds in a chunk is what
-rank 0 holds in the chunk that stands for it, turned.
+Of ranks that are alike (weft.collectives.rotation) rank 0's slots stand for all: what rank r holds in a chunk is what
+rank 0 holds in the chunk that stands for it, rotated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from weft.collectives.contract import Collective
-from weft.collectives.turning import Turning
+from weft.collectives.rotation import Rotation
 from weft.collectives.values import Value
 
 
@@ -24,18 +24,18 @@ class Place:
 
 
 class Memory:
-    """The slots of all ranks, or those of rank 0 where ``turning`` says what the others hold."""
+    """The slots of all ranks, or those of rank 0 where ``rotation`` says what the others hold."""
 
-    def __init__(self, contract: Collective, turning: Turning | None = None) -> None:
-        self.turning = turning
-        self.buffers = contract.start().buffers if turning is None else [contract.start_of_first()]
+    def __init__(self, contract: Collective, rotation: Rotation | None = None) -> None:
+        self.rotation = rotation
+        self.buffers = contract.start().buffers if rotation is None else [contract.start_of_first()]
         self._version: dict[tuple[int, str, int], int] = {}
 
     def own(self, place: Place) -> Place:
         """Return the place that stands for this one."""
-        if self.turning is None or place.rank == 0:
+        if self.rotation is None or place.rank == 0:
             return place
-        return Place(0, place.buffer, self.turning.index(place.buffer, place.index, -place.rank))
+        return Place(0, place.buffer, self.rotation.index(place.buffer, place.index, -place.rank))
 
     def length(self, rank: int, buffer: str) -> int:
         return len(self._of(rank).get(buffer, ()))
@@ -44,15 +44,15 @@ class Memory:
         """Return what ``size`` slots hold; fewer where the buffer ends before."""
         own = self.own(place)
         found = self._of(own.rank).get(own.buffer, [])[own.index : own.index + size]
-        if self.turning is None or place.rank == 0:
+        if self.rotation is None or place.rank == 0:
             return found
-        return [value and self.turning.value(value, place.rank) for value in found]
+        return [value and self.rotation.value(value, place.rank) for value in found]
 
     def write(self, place: Place, values: list[Value]) -> None:
         """Store values and count the write. Scratch grows."""
         own = self.own(place)
-        if self.turning is not None:
-            values = [self.turning.value(value, -place.rank) for value in values]
+        if self.rotation is not None:
+            values = [self.rotation.value(value, -place.rank) for value in values]
         slots = self._of(own.rank).setdefault(own.buffer, [])
         end = own.index + len(values)
         if end > len(slots):
@@ -71,4 +71,4 @@ class Memory:
         return [self._version.get(key, 0) for key in keys]
 
     def _of(self, rank: int) -> dict[str, list[Value | None]]:
-        return self.buffers[0 if self.turning is not None else rank]
+        return self.buffers[0 if self.rotation is not None else rank]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's monitored barrier, by keys of a store alone: rank 0 says who stayed away.
+"""torch's monitored barrier, which uses only keys of a store: rank 0 names the ranks that stayed away.
 
 A rank's n-th arrival is the key here/RANK/n, and gone/RANK/n once it waits no more; go/RANK/n is the answer.
 """

@@ -43,7 +43,7 @@ class OwnMessages:
         message = _Message(tensor, tag)
         self._sent.put(message)
         if not message.is_over.wait(self._timeout_s) and message.claim.acquire(blocking=False):
-            raise self._alone("send", "receive")
+            raise self._unmatched("send", "receive")
         if not message.is_over.wait(self._timeout_s):
             raise Error(
                 f"rank {self._rank}: the receive of its own message took over {self._timeout_s:g} s", "system"
@@ -58,7 +58,7 @@ class OwnMessages:
             while not message.claim.acquire(blocking=False):
                 message = self._sent.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise self._alone("receive", "send") from None
+            raise self._unmatched("receive", "send") from None
         try:
             message.error = self._mismatch(message, target, tag)
             if message.error is not None:
@@ -76,7 +76,7 @@ class OwnMessages:
             return None
         return Error(f"rank {self._rank} called send of {sent} to itself, and recv of {wanted}")
 
-    def _alone(self, one: str, other: str) -> Error:
+    def _unmatched(self, one: str, other: str) -> Error:
         return Error(
             f"rank {self._rank}: a {one} of the rank's own had no {other} in {self._timeout_s:g} s", "system"
         )

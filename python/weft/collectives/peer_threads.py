@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads in which sends, or receives, wait: those of one peer in order, those of different peers beside each other.
+"""Threads in which sends, or receives, wait: those of one peer in order, those of different peers concurrently.
 
     receivers = PeerThreads("weft-recv")
     receivers.of(3)(run)          # after what rank 3 was given to before
-    receivers.alone()(run_any)    # after all that was submitted before, and before all that comes later
+    receivers.exclusive()(run_any)  # after all that was submitted before, and before all that comes later
     receivers.end()               # take nothing more
 
 With one thread for all peers ranks that receive in another order than others send to them would wait in a circle.
@@ -32,7 +32,7 @@ class PeerThreads:
         """Return what takes a message of one peer."""
         return partial(self._submit, peer)
 
-    def alone(self) -> Callable[[Run], None]:
+    def exclusive(self) -> Callable[[Run], None]:
         """Return what takes a message of some peer, beside which no other one is under way."""
         return partial(self._submit, _EVERYONE)
 

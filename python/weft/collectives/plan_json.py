@@ -352,8 +352,10 @@ def _contract(plan: Plan, file: str) -> Collective:
         raise Error(f"{file}: got {taken} chunks of input and {given} of output, allowed: 1 or more of each")
     chunks = taken or given
     if name == "allgather":
-        is_whole = given == taken or not taken
-        chunks = (given or taken) if is_whole and max(given, taken) % plan.ranks == 0 else taken * plan.ranks
+        never_folds = given == taken or not taken
+        chunks = (
+            (given or taken) if never_folds and max(given, taken) % plan.ranks == 0 else taken * plan.ranks
+        )
     contract = standard(name, plan.ranks, chunks, plan.inplace)
     assert contract is not None
     return contract

@@ -121,15 +121,15 @@ class _Writer:
             if acquired:
                 ops.append({"name": "sem_acquire", "semaphore_ids": acquired})
             src, dst = _local(step.src, step.count), _local(step.dst, step.count)
-            kept = src
+            result = src
             if step.op.receives:
                 first = self._inbox[block.recv, rank, block.channel] + received
                 came = _local(Span(Buffer.scratch, first), step.count)
                 received += step.count
                 ops.append(_channel("wait", links.index((block.recv, block.channel))))
-                kept = dst if step.op.writes_dst else came
+                result = dst if step.op.writes_dst else came
                 if step.op.reads_src:
-                    ops.append({"name": "re", "src_buff": [src, came], "dst_buff": [kept]})
+                    ops.append({"name": "re", "src_buff": [src, came], "dst_buff": [result]})
                 else:
                     ops.append({"name": "copy", "src_buff": [came], "dst_buff": [dst]})
             elif step.op is Op.COPY:
@@ -140,7 +140,7 @@ class _Writer:
                 there = self._inbox[rank, block.send, block.channel] + sent
                 sent += step.count
                 target = {"buffer_id": peers.index(block.send), "index": there, "size": step.count}
-                put = {"name": "put", "src_buff": [kept], "dst_buff": [target], "channel_type": "memory"}
+                put = {"name": "put", "src_buff": [result], "dst_buff": [target], "channel_type": "memory"}
                 ops += [put, _channel("signal", links.index((block.send, block.channel)))]
             released = [e for e, (done, _) in enumerate(edges) if done == (number, at)]
             if released:

@@ -78,8 +78,8 @@ def _check_step(algorithm: Algorithm, rank: int, number: int, at: int, step: Ste
         size = _usable(algorithm, rank, span.buffer, length[span.buffer])
         if span.index < 0 or end > size:
             raise broken(f"{where}: {span.buffer}[{span.index}:{end}], but that buffer has {size} chunks")
-        turning = algorithm.turning
-        if turning is not None and not turning.keeps_together(span.buffer, span.index, step.count):
+        rotation = algorithm.rotation
+        if rotation is not None and not rotation.keeps_together(span.buffer, span.index, step.count):
             raise broken(f"{where}: {span.buffer}[{span.index}:{end}] are no neighbours on some rank")
     if len(used) == 2 and step.src.buffer == step.dst.buffer and step.src != step.dst:
         overlaps = abs(step.src.index - step.dst.index) < step.count

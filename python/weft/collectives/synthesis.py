@@ -36,7 +36,7 @@ from weft.collectives.library import build, entries
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import add_wide_argument, output_file, size, whole_from
+from weft.runtime.tables import add_wide_argument, integer_from, output_file, size
 
 COLLECTIVES = {
     "all_gather": "allgather",
@@ -435,13 +435,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--topology", required=True, metavar="FILE", help="JSON: ranks and links")
     parser.add_argument("--collective", choices=sorted(COLLECTIVES), required=True)
-    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: the topology's")
+    parser.add_argument("--ranks", type=integer_from(1), default=0, help="default: the topology's")
     parser.add_argument("--bytes", type=size, default="1M", help="of the whole buffer")
     parser.add_argument("--seed", type=int, default=0, help="of the order among equal choices")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the algorithm there as XML")
     parser.add_argument(
         "--measure",
-        type=whole_from(1),
+        type=integer_from(1),
         default=0,
         metavar="N",
         help="run it and the library's best three N times, in turns, on CPU ranks whose links are as slow as those of "

@@ -204,7 +204,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._together = self._together, None
         if not works:
             return finished_work(None)
-        return self._beside_others("coalesced", lambda: all(work.wait() for work in works), None)
+        return self._in_order("coalesced", lambda: all(work.wait() for work in works), None)
 
     def shutdown(self) -> None:
         """Wait for calls under way, for at most one deadline more; torch's destroy_process_group() calls it."""
@@ -464,14 +464,14 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self.check_owner()
         given = real_of(tensors[0]).contiguous()
         send = self._own.send if dst == self._rank else partial(self._pairs(given).send, dst=dst)
-        return self._beside("send", self._senders.of(dst), given, lambda: send(given, tag=tag))
+        return self._in_thread("send", self._senders.of(dst), given, lambda: send(given, tag=tag))
 
     @outside_of_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
         self.check_owner()
         target = self._target(tensors)
         recv = self._own.recv if src == self._rank else partial(self._pairs(target).recv, src=src)
-        work = self._beside("recv", self._receivers.of(src), target, lambda: recv(target, tag=tag))
+        work = self._in_thread("recv", self._receivers.of(src), target, lambda: recv(target, tag=tag))
         work.source = src
         return work
 
@@ -487,7 +487,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             is_known.wait()
             work.source = calls.recv_any(target, tag)
 
-        work = self._beside("recvAnySource", self._receivers.alone(), target, take)
+        work = self._in_thread("recvAnySource", self._receivers.exclusive(), target, take)
         is_known.set()
         return work
 
@@ -500,7 +500,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return target
 
-    def _beside(
+    def _in_thread(
         self,
         name: str,
         submit: Callable[[Callable[[], object]], None],
@@ -525,7 +525,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         submit(lambda: run_into(future, call, event))
         return Pending(f"rank {self._rank}, {name}", future)
 
-    def _beside_others(self, name: str, call: Callable[[], Any], event: Event | None) -> Pending:
+    def _in_order(self, name: str, call: Callable[[], Any], event: Event | None) -> Pending:
         """Run a collective of CPU tensors after those before it, beside its caller, and return its work."""
         future: Any = torch.futures.Future()
         told = f"rank {self._rank}, {name}"
@@ -537,7 +537,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                 lost = PeerLost(f"{told}: not run, as one before it ended so: {lost}")
             return run_into(future, call, event, lost)
 
-        self._order.beside(run)
+        self._order.in_thread(run)
         if self._together is not None:
             self._together.append(work)
         return work

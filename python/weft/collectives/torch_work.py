@@ -52,7 +52,7 @@ def collective(name: str, given: int = 0) -> Callable[[Any], Any]:
     A call that torch wants asynchronous, on tensors of the CPU, runs beside its caller; others in the caller's thread,
     and are finished. Either way after those before it. Profilers see it as "weft:``name``", with the tensors of
     positional argument ``given``. The last argument is the options. The method's object has ``_order`` and
-    ``_beside_others()``. torch.compile leaves it as it is, as outside_of_dynamo() says.
+    ``_in_order()``. torch.compile leaves it as it is, as outside_of_dynamo() says.
     """
 
     def wrap(method: Any) -> Any:
@@ -74,7 +74,7 @@ def _run(name: str, given: int, method: Any, group: Any, args: Sequence[Any], op
         event = Event(name, args[given] if given < len(args) else [])
     asked = options.get("opts", args[-1] if args else None)
     if getattr(asked, "asyncOp", False) and _is_on_cpu(args, asked):
-        return group._beside_others(name, call, event)
+        return group._in_order(name, call, event)
     try:
         return finished_work(group._order.here(call))
     finally:

@@ -28,7 +28,7 @@ from weft import _core
 from weft.errors import Error, invalid
 from weft.runtime.files import own_file, write_file
 from weft.runtime.progress import progress
-from weft.runtime.tables import size, whole_from
+from weft.runtime.tables import integer_from, size
 
 if TYPE_CHECKING:
     from weft.collectives.book import Part
@@ -52,7 +52,7 @@ _SAMPLE_US = 4000.0  # of calls in a row, on the CPU: ranks that share cores don
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--calls", default=",".join(_CALLS), help="comma-separated")
-    parser.add_argument("--ranks", type=whole_from(2), default=0, help="default: all GPUs, or 4")
+    parser.add_argument("--ranks", type=integer_from(2), default=0, help="default: all GPUs, or 4")
     parser.add_argument("-b", "--min-bytes", type=size, default="1K")
     parser.add_argument("-e", "--max-bytes", type=size, default="64M")
     parser.add_argument("-f", "--factor", type=int, default=4)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.collectives.agreed_selector import machine_key
     from weft.collectives.book import Part
     from weft.collectives.tune_report import keep_measured, report
-    from weft.collectives.tuned_tables import rows_besides, table_name, write_table
+    from weft.collectives.tuned_tables import other_rows, table_name, write_table
     from weft.testing.ranks import run_ranks
 
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         sizes.append(at)
         at *= args.factor
     found = run_ranks(ranks, measure, calls, sizes, bool(gpus), str(journal), deadline_s=_DEADLINE_S)[0]
-    others = rows_besides(target, key, (_CALLS[call] for call in calls), ranks)
+    others = other_rows(target, key, (_CALLS[call] for call in calls), ranks)
     write_table(target, key, [*others, *table_rows(found, ranks)])
     keep_measured(target, machine, key, ranks, found)
     _write_book(target.with_suffix(".book"), Part(machine, ranks, key, target.parent, config.algorithm_dir))

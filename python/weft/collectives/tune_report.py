@@ -27,7 +27,7 @@ from weft.runtime.files import write_file
 from weft.runtime.machine import versions
 
 NEAR = 1.1
-_KEPT = ("call", "bytes", "measured_us", "low_us")
+_SHOWN = ("call", "bytes", "measured_us", "low_us")
 
 
 def measured_path(table: Path) -> Path:
@@ -41,7 +41,7 @@ def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[d
     cells = {(row["call"], row["bytes"]): row for row in _read(path)["cells"]} if path.is_file() else {}
     for row in found:
         if "measured_us" in row:  # a journal of an earlier version has winners alone
-            cells[row["call"], row["bytes"]] = {name: row[name] for name in _KEPT if name in row}
+            cells[row["call"], row["bytes"]] = {name: row[name] for name in _SHOWN if name in row}
     document = {
         "machine": machine,
         "key": key,

@@ -39,7 +39,7 @@ def read_table(path: Path, key: str, is_private: bool = False) -> list[dict[str,
     return [row for _, row in _read_rows(path, key, is_private)]
 
 
-def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -> list[dict[str, Any]]:
+def other_rows(path: Path, key: str, collectives: Iterable[str], ranks: int) -> list[dict[str, Any]]:
     """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
     without = {(collective, ranks) for collective in collectives}
     return [

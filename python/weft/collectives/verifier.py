@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from weft.collectives.cached import cached
 from weft.collectives.contract import Collective, Slots
 from weft.collectives.flow import SizeLimit, size_limit
 from weft.collectives.interpreter import Interpreter
 from weft.collectives.ir import RING_SLOTS, Algorithm, Connection
-from weft.collectives.kept import kept
 from weft.collectives.structure import BlockId, VerificationError, check_structure, size_warnings
 
 
@@ -82,7 +82,7 @@ def verify(algorithm: Algorithm, slots: int = RING_SLOTS) -> Report:
     )
 
 
-@kept
+@cached
 def proven(algorithm: Algorithm) -> Report:
     """Return verify()'s report of an algorithm, which is made once."""
     return verify(algorithm)
@@ -119,7 +119,7 @@ def promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
     ranks = range(algorithm.num_ranks)
     if type(contract).after is not Collective.after:
         return [contract.after(rank) for rank in ranks]
-    algorithm = algorithm.unturned()
+    algorithm = algorithm.unrotated()
     interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
     interpreter.run()
     return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]

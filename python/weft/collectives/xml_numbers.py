@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers in a rank's XML that its ranks and chunks stand for, and the XML of ranks that are alike.
 
-lines = turned_texts(turning, lambda numbers: text_of_rank_0(numbers))   # one text for every rank
+lines = rotated_texts(rotation, lambda numbers: text_of_rank_0(numbers))   # one text for every rank
 
 The text of rank 0 is made once, with places for these numbers, and filled in for each rank: a ring of 1000 ranks has a
 million steps.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from weft.collectives.ir import Span
-from weft.collectives.turning import Turning
+from weft.collectives.rotation import Rotation
 
 
 class Numbers:
@@ -30,15 +30,15 @@ class Numbers:
 class _Places(Numbers):
     """Leaves places for them, and keeps what goes there: base, first, end and what is added for every rank."""
 
-    def __init__(self, turning: Turning) -> None:
-        self._turning = turning
+    def __init__(self, rotation: Rotation) -> None:
+        self._rotation = rotation
         self.rows: list[tuple[int, int, int, int]] = []
 
     def rank(self, rank: int) -> object:
-        return self._place(rank, 0, self._turning.ranks, 1) if rank >= 0 else rank
+        return self._place(rank, 0, self._rotation.ranks, 1) if rank >= 0 else rank
 
     def index(self, span: Span) -> object:
-        area = self._turning.area(span.buffer, span.index)
+        area = self._rotation.area(span.buffer, span.index)
         return self._place(span.index, area.first, area.end, area.part) if area and area.part else span.index
 
     def _place(self, *row: int) -> object:
@@ -47,10 +47,10 @@ class _Places(Numbers):
         return "%d"
 
 
-def turned_texts(turning: Turning, text_of_first: Callable[[Numbers], str]) -> Iterator[str]:
+def rotated_texts(rotation: Rotation, text_of_first: Callable[[Numbers], str]) -> Iterator[str]:
     """Yield the text of every rank. ``text_of_first`` makes rank 0's, without any per cent sign of its own."""
-    places = _Places(turning)
+    places = _Places(rotation)
     text = text_of_first(places)
     base, first, end, step = np.array(places.rows, np.int64).reshape(-1, 4).T
-    for rank in range(turning.ranks):
+    for rank in range(rotation.ranks):
         yield text % tuple(((base - first + rank * step) % (end - first) + first).tolist())

@@ -13,7 +13,7 @@ from weft.collectives.ir import (
 from weft.collectives.values import Value
 from weft.collectives.verifier import promised
 from weft.collectives.xml import MAX_WAIT_BLOCK, MOST_TEXT, NO_END, ROOTED, XmlError
-from weft.collectives.xml_numbers import Numbers, turned_texts
+from weft.collectives.xml_numbers import Numbers, rotated_texts
 
 
 def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
@@ -44,9 +44,9 @@ def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
         del attributes["outofplace"]
     lines = [_tag("algo", attributes)]
     needed = algorithm.needed_steps()
-    if algorithm.turning is not None:
-        lines += turned_texts(
-            algorithm.turning, lambda n: "\n".join(_rank_lines(algorithm.ranks[0], needed, n))
+    if algorithm.rotation is not None:
+        lines += rotated_texts(
+            algorithm.rotation, lambda n: "\n".join(_rank_lines(algorithm.ranks[0], needed, n))
         )
     else:
         for program in algorithm.ranks:

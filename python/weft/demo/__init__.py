@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import invalid
 from weft.runtime.files import write_file
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 
 if TYPE_CHECKING:
     from weft.demo.train import Outcome, Plan
@@ -27,18 +27,20 @@ DEADLINE_S = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
-    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: all GPUs, or 4 without any")
+    parser.add_argument(
+        "--ranks", type=integer_from(1), default=0, help="default: all GPUs, or 4 without any"
+    )
     parser.add_argument(
         "--nodes",
-        type=whole_from(1),
+        type=integer_from(1),
         default=1,
         help="spread ranks and experts over so many: network namespaces (as root), else parts of this host; on the CPU",
     )
     parser.add_argument(
-        "--steps", type=whole_from(1), default=200, help="training steps of each run (default 200)"
+        "--steps", type=integer_from(1), default=200, help="training steps of each run (default 200)"
     )
     parser.add_argument(
-        "--sequences", type=whole_from(1), default=16, help="sequences of 64 bytes per step, all ranks"
+        "--sequences", type=integer_from(1), default=16, help="sequences of 64 bytes per step, all ranks"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks, plan = _plan(args)
     args.out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is told before the training
     print(settings_of(plan))
-    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
+    (alone,) = run_ranks(1, train.train_on_one_rank, plan, with_group=False, deadline_s=DEADLINE_S)
     over_ranks = run_ranks(num_ranks, train.train_over_ranks, plan, deadline_s=DEADLINE_S)[0]
     return _report(args.out, num_ranks, plan, alone, over_ranks)
 
@@ -88,7 +90,7 @@ def _run_over_nodes(args: argparse.Namespace) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     print(settings_of(plan))
-    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
+    (alone,) = run_ranks(1, train.train_on_one_rank, plan, with_group=False, deadline_s=DEADLINE_S)
     return _report(args.out, num_ranks, plan, alone, over_ranks)
 
 

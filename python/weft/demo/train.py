@@ -112,7 +112,7 @@ class TimedBuffer:
             return self._buffer.combine(*args, **named)
 
 
-def train_alone(me: Rank, plan: Plan) -> Outcome:
+def train_on_one_rank(me: Rank, plan: Plan) -> Outcome:
     """Train on this process alone, without Weft, with one thread like every rank of a run over ranks."""
     device = _device_of(me, plan)
     return _train(

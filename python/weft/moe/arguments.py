@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import Error, invalid, shortened
-from weft.moe.config import Config, ceil_div, check_flags, check_whole
+from weft.moe.config import Config, ceil_div, check_flags, check_integer
 from weft.runtime.tensors import unlike_memory
 
 ROW_ALIGNMENT_BYTES = 16
@@ -45,7 +45,7 @@ def describe(value: object) -> str:
 
 def check_num_experts(value: object, num_ranks: int) -> int:
     """Return how many experts all ranks have together."""
-    return check_whole("num_experts", value, 1, MAX_EXPERTS_PER_RANK * num_ranks)
+    return check_integer("num_experts", value, 1, MAX_EXPERTS_PER_RANK * num_ranks)
 
 
 def check_tensor(
@@ -198,7 +198,7 @@ def check_dtype(argument: str, value: object) -> torch.dtype:
 def check_shape(argument: str, value: Any) -> torch.Size:
     """Return value, a sequence of sizes of 0 or more."""
     try:
-        return torch.Size([check_whole(argument, size, 0, MAX_ROWS) for size in value])
+        return torch.Size([check_integer(argument, size, 0, MAX_ROWS) for size in value])
     except TypeError:
         raise invalid(argument, describe(value), "a sequence of sizes") from None
 

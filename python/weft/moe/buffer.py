@@ -28,8 +28,8 @@ from weft.moe.config import (
     MAX_SMS,
     Config,
     check_flags,
+    check_integer,
     check_number,
-    check_whole,
     low_latency_size_hint,
     recommended_combine_config,
     recommended_dispatch_config,
@@ -99,9 +99,9 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
             enable_shrink=enable_shrink,
         )
         self.group = comm if group is None else group
-        self.num_nvl_bytes = check_whole("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES)
-        self.num_rdma_bytes = check_whole("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES)
-        check_whole("num_qps_per_rank", num_qps_per_rank, 0)
+        self.num_nvl_bytes = check_integer("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES)
+        self.num_rdma_bytes = check_integer("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES)
+        check_integer("num_qps_per_rank", num_qps_per_rank, 0)
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
@@ -132,7 +132,7 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
 
         Until then a call without a config uses as many as fill the GPU's links.
         """
-        number = check_whole("num_sms", new_num_sms, 2, MAX_SMS)
+        number = check_integer("num_sms", new_num_sms, 2, MAX_SMS)
         if number % 2:
             raise invalid("num_sms", number, "an even number above 0")
         Buffer.num_sms = Buffer._asked_sms = number
@@ -212,7 +212,7 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         begin, num_bytes = (
             context.low_latency_part() if use_rdma_buffer else context.rows_part(self.num_nvl_bytes)
         )
-        offset = check_whole("offset", offset, 0, num_bytes)
+        offset = check_integer("offset", offset, 0, num_bytes)
         if offset % dtype.itemsize:
             raise invalid("offset", offset, f"a multiple of the element's {dtype.itemsize} bytes")
         room = (num_bytes - offset) // dtype.itemsize

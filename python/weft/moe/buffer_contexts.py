@@ -29,7 +29,7 @@ class BufferContexts:
         owner: the class that messages name. group, comm: the ranks, as for weft.Buffer.
         device: what this rank computes on; None is torch's current GPU, or the CPU where there is none.
         heap_bytes: room for rows at first, for the numbers of ranks of all nodes.
-        low_latency_bytes, timeout_s, may_mask, each_alone: as for DeviceContext.
+        low_latency_bytes, timeout_s, may_mask, single_rank_domains: as for DeviceContext.
         explicitly_destroy: destroy() is allowed.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
     Threads: one caller at a time.
@@ -46,7 +46,7 @@ class BufferContexts:
         low_latency_bytes: int = 0,
         timeout_s: float = 0.0,
         may_mask: bool = False,
-        each_alone: bool = False,
+        single_rank_domains: bool = False,
         explicitly_destroy: bool = False,
     ) -> None:
         if group is None and comm is None:
@@ -58,7 +58,7 @@ class BufferContexts:
         self._ranks = (group, comm if group is None else None)
         self._sizes = (heap_bytes, low_latency_bytes, timeout_s)
         self._may_mask = may_mask
-        self._each_alone = each_alone
+        self._single_rank_domains = single_rank_domains
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, DeviceContext] = {}
         self.plans = PlanBook()  # of calls on these contexts
@@ -147,7 +147,7 @@ class BufferContexts:
                 low_latency_bytes,
                 timeout_s,
                 self._may_mask,
-                self._each_alone,
+                self._single_rank_domains,
             )
             self._by_device[device] = context
         return self._by_device[device]

@@ -45,7 +45,7 @@ def align(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
-def check_whole(argument: str, value: object, least: int, most: int | None = None) -> int:
+def check_integer(argument: str, value: object, least: int, most: int | None = None) -> int:
     """Return ``value`` as an int; weft.Error unless it is a whole number in [least, most]."""
     if type(value) is int and value >= least and (most is None or value <= most):
         return value  # mostly
@@ -110,7 +110,7 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(
-                self, field.name, check_whole(field.name, getattr(self, field.name), 1, MAX_SMS)
+                self, field.name, check_integer(field.name, getattr(self, field.name), 1, MAX_SMS)
             )
         rdma_send = self.num_max_rdma_chunked_send_tokens
         rdma_recv = align(self.num_max_rdma_chunked_recv_tokens, rdma_send)
@@ -130,8 +130,8 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return ``num_nvl_bytes`` for rows of ``hidden_bytes`` among ``num_ranks`` >= 1 ranks."""
-        hidden_bytes = check_whole("hidden_bytes", hidden_bytes, 0)
-        num_ranks = check_whole("num_ranks", num_ranks, 1)
+        hidden_bytes = check_integer("hidden_bytes", hidden_bytes, 0)
+        num_ranks = check_integer("num_ranks", num_ranks, 1)
         num_local_ranks = min(num_ranks, _RANKS_PER_NODE)
         prefix_bytes = 4 * (2 * ceil_div(num_ranks, _RANKS_PER_NODE) + 3)
         row_bytes = hidden_bytes + _ROW_METADATA_BYTES
@@ -140,8 +140,8 @@ class Config:
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return ``num_rdma_bytes`` for rows of ``hidden_bytes``; 0 for up to 8 ranks: one node."""
-        hidden_bytes = check_whole("hidden_bytes", hidden_bytes, 0)
-        num_ranks = check_whole("num_ranks", num_ranks, 1)
+        hidden_bytes = check_integer("hidden_bytes", hidden_bytes, 0)
+        num_ranks = check_integer("num_ranks", num_ranks, 1)
         if num_ranks <= _RANKS_PER_NODE:
             return 0
         num_nodes = ceil_div(num_ranks, _RANKS_PER_NODE)
@@ -188,7 +188,7 @@ def recommended_combine_config(num_ranks: int, num_sms: int = 20) -> Config:
 
 
 def _recommended(table: tuple[tuple[int, int, int, int, int], ...], num_ranks: int, num_sms: int) -> Config:
-    num_ranks = check_whole("num_ranks", num_ranks, 1)
+    num_ranks = check_integer("num_ranks", num_ranks, 1)
     row = next((row for row in table if num_ranks <= row[0]), table[-1])
     return Config(num_sms, *row[1:])
 
@@ -204,11 +204,11 @@ def low_latency_size_hint(
         num_ranks, num_experts: of the whole group.
     Enough for up to 32 slots per token; for large shapes a small part of what DeepEP would ask for.
     """
-    tokens = check_whole(
+    tokens = check_integer(
         "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0, MAX_LOW_LATENCY_TOKENS
     )
-    hidden = check_whole("hidden", hidden, 1, 1 << 26)
-    num_ranks = check_whole("num_ranks", num_ranks, 1, 1 << 14)
-    experts = check_whole("num_experts", num_experts, 1, 1 << 26)
+    hidden = check_integer("hidden", hidden, 1, 1 << 26)
+    num_ranks = check_integer("num_ranks", num_ranks, 1, 1 << 14)
+    experts = check_integer("num_experts", num_experts, 1, 1 << 26)
     need_bytes = _core.low_latency_hint_bytes(num_ranks, max(tokens, 1), _HINTED_TOP_K, experts, hidden)
     return align(int(need_bytes), _BUFFER_ALIGNMENT_BYTES)

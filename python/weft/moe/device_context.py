@@ -95,7 +95,7 @@ class DeviceContext:
     Args:
         communicator: the ranks.
         heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
-        each_alone: where ranks do not all map each other, each is an island of its own.
+        single_rank_domains: where ranks do not all map each other, each is a domain of its own.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class DeviceContext:
         low_latency_bytes: int,
         timeout_s: float,
         may_mask: bool = False,
-        each_alone: bool = False,
+        single_rank_domains: bool = False,
     ) -> None:
         self.device = device
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(
-            communicator, heap_bytes, low_latency_bytes, timeout_s, each_alone=each_alone
+            communicator, heap_bytes, low_latency_bytes, timeout_s, single_rank_domains=single_rank_domains
         )
-        # The island of each rank: those that all map each other. () where all do. An elastic buffer's logical groups
+        # The domain of each rank: those that all map each other. () where all do. An elastic buffer's logical groups
         # are these, too, but one where each rank was asked to be alone.
-        self.islands: tuple[int, ...] = tuple(self.core.islands)
-        self.group_key = _group_key(communicator, self.islands)
+        self.domains: tuple[int, ...] = tuple(self.core.domains)
+        self.group_key = _group_key(communicator, self.domains)
         self._logical_groups = (
-            [0] * int(communicator.size) if each_alone or not self.islands else list(self.islands)
+            [0] * int(communicator.size) if single_rank_domains or not self.domains else list(self.domains)
         )
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
@@ -160,7 +160,7 @@ class DeviceContext:
             with_global_scale=_with_global_scale,
             large_bytes=LARGE_BYTES,
             group_key=self.group_key,
-            islands=self.islands,
+            domains=self.domains,
         )
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -210,7 +210,7 @@ class DeviceContext:
     @property
     def has_sums_of_nodes(self) -> bool:
         """Whether combine sums rows of several ranks, and rounds, before they return to their token."""
-        return len(set(self.islands)) < len(self.islands)
+        return len(set(self.domains)) < len(self.domains)
 
     @functools.cached_property
     def rdma_places(self) -> torch.Tensor | None:
@@ -281,7 +281,7 @@ class DeviceContext:
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         if isinstance(self._pieces, WindowPieces) and self._pieces.returned:
-            self._pieces.reclaim_kept()
+            self._pieces.reclaim_if_any()
         return self.stream, current, previous is None, not async_finish
 
     def order_of_all(self) -> Order:
@@ -300,7 +300,7 @@ class DeviceContext:
         """The order of a call between begin() and finish(), which have seen to that."""
         return self.stream, self.current_stream, False, False
 
-    def beside(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
+    def call_after(self, previous: EventHandle | None) -> AbstractContextManager[Any]:
         """Begin a call on the communication stream, which ends with finish() and hand_over().
 
         Returns a context in which all of it goes there: what ``as_ordered`` orders, and what is torch's own.
@@ -380,10 +380,10 @@ class DeviceContext:
         *specs: TensorSpec | None,
         together: Sequence[int] = (),
         part_bytes: int = PART_BYTES,
-        first_is_whole: bool = False,
+        first_is_all: bool = False,
     ) -> Callable[[], list[Any]]:
         """Return what makes an uninitialised tensor of each spec, None for None: tensor_maker() says how."""
-        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_whole)
+        return tensor_maker(self.allocator, specs, together, part_bytes, first_is_all)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""
@@ -427,7 +427,7 @@ class DeviceContext:
     def rdma_groups(self) -> tuple[int, ...]:
         """The group of each rank: where not all map each other, those that do; else eight ranks each."""
         size = int(self.communicator.size)
-        return self.islands or tuple(rank // RANKS_PER_RDMA_GROUP for rank in range(size))
+        return self.domains or tuple(rank // RANKS_PER_RDMA_GROUP for rank in range(size))
 
     def get_num_rdma_ranks(self) -> int:
         """Return how many groups there are."""
@@ -447,8 +447,8 @@ class DeviceContext:
         return self.device.index or 0
 
 
-def _group_key(communicator: Any, islands: tuple[int, ...]) -> int:
-    """Return a number of these ranks in this order, their devices and islands, as this one of them sees it."""
+def _group_key(communicator: Any, domains: tuple[int, ...]) -> int:
+    """Return a number of these ranks in this order, their devices and domains, as this one of them sees it."""
     ranks = [(facts["host"], facts["process"], facts["device"]) for facts in communicator.facts]
-    text = repr((communicator.rank, ranks, islands)).encode()
+    text = repr((communicator.rank, ranks, domains)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1  # fits an int64

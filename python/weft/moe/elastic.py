@@ -30,8 +30,8 @@ from weft.moe.config import (
     MAX_SMS,
     align,
     check_flags,
+    check_integer,
     check_number,
-    check_whole,
 )
 from weft.moe.device_context import DeviceContext, Order
 from weft.moe.elastic_engram import EngramReads, Fetched
@@ -93,20 +93,20 @@ class ElasticBuffer:
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        self.num_max_tokens_per_rank = check_whole(
+        self.num_max_tokens_per_rank = check_integer(
             "num_max_tokens_per_rank", num_max_tokens_per_rank, 0, arguments.MAX_ROWS
         )
-        check_whole("hidden", hidden, 0, MAX_HIDDEN)
-        check_whole("num_topk", num_topk, 0, arguments.MAX_TOP_K)
+        check_integer("hidden", hidden, 0, MAX_HIDDEN)
+        check_integer("num_topk", num_topk, 0, arguments.MAX_TOP_K)
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
             raise invalid("num_bytes", "None", "bytes, or num_max_tokens_per_rank and hidden above 0")
         if (
             num_bytes is not None
-            and check_whole("num_bytes", num_bytes, 0, MAX_BYTES) % BUFFER_ALIGNMENT_BYTES
+            and check_integer("num_bytes", num_bytes, 0, MAX_BYTES) % BUFFER_ALIGNMENT_BYTES
         ):
             raise invalid("num_bytes", num_bytes, f"a multiple of {BUFFER_ALIGNMENT_BYTES}")
-        check_whole("num_cpu_bytes", num_cpu_bytes, 0)
-        self.num_allocated_qps = check_whole("num_allocated_qps", num_allocated_qps, 0)
+        check_integer("num_cpu_bytes", num_cpu_bytes, 0)
+        self.num_allocated_qps = check_integer("num_allocated_qps", num_allocated_qps, 0)
         timeout_s = max(
             check_number("num_cpu_timeout_secs", num_cpu_timeout_secs, _LEAST_TIMEOUT_S),
             check_number("num_gpu_timeout_secs", num_gpu_timeout_secs, _LEAST_TIMEOUT_S),
@@ -127,7 +127,7 @@ class ElasticBuffer:
             device=device,
             heap_bytes=lambda of_nodes: num_bytes or elastic_heap_bytes(of_nodes, *shape),
             timeout_s=timeout_s,
-            each_alone=not allow_hybrid_mode,
+            single_rank_domains=not allow_hybrid_mode,
             explicitly_destroy=bool(explicitly_destroy),
         )
         self._plans = ElasticPlans(
@@ -237,8 +237,8 @@ class ElasticBuffer:
         The link of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0
         counts as 400.
         """
-        check_whole("num_experts", num_experts, 1)
-        check_whole("num_topk", num_topk, 1)
+        check_integer("num_experts", num_experts, 1)
+        check_integer("num_topk", num_topk, 1)
         links = check_number("nvlink_gbs", nvlink_gbs, 0) or _NVLINK_GBS
         needed = align(math.ceil(links / check_number("sm_write_gbs", sm_write_gbs, 1)), 2)
         number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
@@ -246,7 +246,7 @@ class ElasticBuffer:
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return 0 to num_allocated_qps; Weft's proxies use none of them."""
-        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0, MAX_SMS))
+        return min(self.num_allocated_qps, check_integer("num_sms", num_sms, 0, MAX_SMS))
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class ElasticBuffer:
         if not async_with_compute_stream and previous is None and before_epilogue is None:
             outputs, used = self._send(plan, given, handle, context.order(None, False), None, layout)
             return (*outputs, used, finished_event())
-        with context.beside(previous):
+        with context.call_after(previous):
             outputs, used = self._send(plan, given, handle, context.as_ordered, before_epilogue, layout)
         event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, used.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
@@ -415,7 +415,7 @@ class ElasticBuffer:
         if not async_with_compute_stream and previous is None and before_epilogue is None:
             combined, weights = elastic_rows.combine(*given, context.order(None, False))
             return combined, weights, finished_event()
-        with context.beside(previous):
+        with context.call_after(previous):
             combined, weights = elastic_rows.combine(*given, context.as_ordered)
         event = context.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
         context.hand_over([combined, weights])
@@ -450,7 +450,7 @@ class ElasticBuffer:
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
         """Return num_bytes of a buffer for sessions of so many bytes."""
-        return align(check_whole("num_max_session_bytes", num_max_session_bytes, 0), BUFFER_ALIGNMENT_BYTES)
+        return align(check_integer("num_max_session_bytes", num_max_session_bytes, 0), BUFFER_ALIGNMENT_BYTES)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
         """Set what one session may take: received bytes, and all-gathers, at most 32. Same on all ranks."""

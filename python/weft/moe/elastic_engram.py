@@ -13,7 +13,7 @@ from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import align, check_flags, check_whole
+from weft.moe.config import align, check_flags, check_integer
 from weft.moe.device_context import address
 from weft.moe.elastic_layout import column_major
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
@@ -29,9 +29,9 @@ def table_bytes(
 ) -> tuple[int, int]:
     """Return what ElasticBuffer.get_engram_storage_size_hint() does."""
     arguments.check_dtype("dtype", dtype)
-    entry_bytes = align(check_whole("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
-    fetched = entry_bytes * check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
-    stored = entry_bytes * check_whole("num_entries", num_entries, 0)
+    entry_bytes = align(check_integer("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
+    fetched = entry_bytes * check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+    stored = entry_bytes * check_integer("num_entries", num_entries, 0)
     return align(fetched, BUFFER_ALIGNMENT_BYTES), align(stored, BUFFER_ALIGNMENT_BYTES)
 
 
@@ -71,7 +71,7 @@ class EngramReads:
     ) -> Callable[[], Fetched]:
         """Start to read entries; return the function that gives them."""
         context = self._contexts.alive()
-        check_whole("num_qps", num_qps, 0)
+        check_integer("num_qps", num_qps, 0)
         check_flags(use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
         if self._table is None:
             raise Error("engram_write: got no call yet, allowed: reads after it")

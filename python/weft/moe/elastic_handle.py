@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.config import MAX_SMS, check_whole
+from weft.moe.config import MAX_SMS, check_integer
 from weft.moe.elastic_layout import Expansion, ExpertCounts, count_experts
 from weft.runtime.plain import signature_of
 from weft.runtime.streams import current_stream
@@ -165,7 +165,7 @@ def _check_each_field(handle: EPHandle, device: torch.device) -> None:
     for name, num_rows in (("topk_idx", state.num_tokens), ("recv_topk_idx", state.num_rows)):
         given, shape = getattr(handle, name), (num_rows, state.top_k)
         arguments.check_tensor(f"handle.{name}", given, shape, arguments.IDS, device)
-    check_whole("handle.num_sms", handle.num_sms, 0, MAX_SMS)
+    check_integer("handle.num_sms", handle.num_sms, 0, MAX_SMS)
     for name in ("do_expand", "sums_at_owner"):
         if type(getattr(handle, name)) is not bool:
             raise invalid(f"handle.{name}", getattr(handle, name), "True or False, as in its dispatch")
@@ -175,7 +175,7 @@ def _check_each_field(handle: EPHandle, device: torch.device) -> None:
         return
     if not isinstance(expansion, Expansion):
         raise invalid("handle.expansion", expansion, "that of its dispatch")
-    rows = check_whole("handle.num_expanded_tokens", handle.num_expanded_tokens, 0)
+    rows = check_integer("handle.num_expanded_tokens", handle.num_expanded_tokens, 0)
     slots = (state.num_rows, state.top_k)
     arguments.check_tensor("handle.expansion", expansion.row_of_slot, slots, (torch.int32,), device)
     arguments.check_tensor("handle.expansion", expansion.slot_of_row, (rows,), (torch.int64,), device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of an ElasticBuffer's calls: the first of each signature is checked, and its plan kept for the others.
+"""The plans of an ElasticBuffer's calls: the first of each signature is checked, and its plan cached for the others.
 
     plans = ElasticPlans(contexts, num_max_tokens_per_rank=4096, allow_multiple_reduction=True)
     plan = plans.of_routes(x, (data, scales, topk_idx, topk_weights, stats), options)
@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments, elastic_rows
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_ALIGNMENT, MAX_SMS, check_flags, check_whole, local_experts
+from weft.moe.config import MAX_ALIGNMENT, MAX_SMS, check_flags, check_integer, local_experts
 from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_handle import EPHandle, check_fields
 from weft.moe.elastic_rows import CachedPlan, RoutesPlan
@@ -63,7 +63,7 @@ class ElasticPlans:
             context, sms, flags = self._check_alike(x, options)
             num_experts, max_tokens, expert_alignment, *_ = options
             most = arguments.MAX_EXPERTS_PER_RANK * self._contexts.size
-            experts = check_whole("num_experts", num_experts, 1, most)
+            experts = check_integer("num_experts", num_experts, 1, most)
             ids = arguments.check_topk_idx(topk_idx, data.size(0), data.device)
             weights = self._check_weights(topk_weights, ids)
             self._check_stats(stats, experts, context)
@@ -74,7 +74,7 @@ class ElasticPlans:
             wanted = elastic_rows.Wanted(
                 num_experts=experts,
                 num_max_tokens=self._check_max_tokens(max_tokens, data.size(0)),
-                alignment=check_whole("expert_alignment", alignment, 1, MAX_ALIGNMENT),
+                alignment=check_integer("expert_alignment", alignment, 1, MAX_ALIGNMENT),
                 num_sms=sms,
                 do_expand=bool(flags["do_expand"]),
                 sums_at_owner=bool(at_owner),
@@ -108,8 +108,8 @@ class ElasticPlans:
         *_, num_sms, num_qps, given = options
         flags = dict(zip(_FLAGS, given, strict=True))
         check_flags(**flags)
-        check_whole("num_qps", num_qps, 0)
-        return context, check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms, flags
+        check_integer("num_qps", num_qps, 0)
+        return context, check_integer("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms, flags
 
     def check_combine(
         self,
@@ -145,8 +145,8 @@ class ElasticPlans:
         if known is None:
             names = ("async_with_compute_stream", "allocate_on_comm_stream")
             check_flags(**dict(zip(names, flags, strict=True)))
-            num_sms = check_whole("num_sms", num_sms, 0, MAX_SMS)
-            check_whole("num_qps", num_qps, 0)
+            num_sms = check_integer("num_sms", num_sms, 0, MAX_SMS)
+            check_integer("num_qps", num_qps, 0)
             weights_shape = None if topk_weights is None else tuple(topk_weights.shape)
             plans.keep(KnownCombine(context, num_rows, weights_shape), *key)
         return context, x, biases, num_sms
@@ -176,7 +176,7 @@ class ElasticPlans:
             )
         names = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
         for argument, value in zip(names, sizes, strict=True):
-            if value is not None and check_whole(argument, value, 0) != getattr(handle, argument):
+            if value is not None and check_integer(argument, value, 0) != getattr(handle, argument):
                 held = getattr(handle, argument)
                 raise invalid(argument, value, f"{held}, as in the handle's dispatch")
         self._check_weights(topk_weights, handle.topk_idx)
@@ -191,7 +191,7 @@ class ElasticPlans:
         most = (
             self._max_tokens
             if given is None
-            else check_whole("num_max_tokens_per_rank", given, 0, arguments.MAX_ROWS)
+            else check_integer("num_max_tokens_per_rank", given, 0, arguments.MAX_ROWS)
         )
         if most < num_tokens:
             raise invalid("num_max_tokens_per_rank", most, f"at least the {num_tokens} tokens of x")

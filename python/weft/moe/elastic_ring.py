@@ -11,7 +11,7 @@ from weft import _core
 from weft.errors import Error
 from weft.moe import arguments
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_SMS, align, check_whole
+from weft.moe.config import MAX_SMS, align, check_integer
 from weft.moe.device_context import address
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.runtime import spans
@@ -23,8 +23,8 @@ _MOST_IN_FLIGHT = 1 << 16
 
 def ring_bytes(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
     """Return what ElasticBuffer.get_pp_buffer_size_hint() does."""
-    each = align(check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 0), _MESSAGE_ALIGNMENT_BYTES)
-    in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 0)
+    each = align(check_integer("num_max_tensor_bytes", num_max_tensor_bytes, 0), _MESSAGE_ALIGNMENT_BYTES)
+    in_flight = check_integer("num_max_inflight_tensors", num_max_inflight_tensors, 0)
     return align(each * in_flight * 4, BUFFER_ALIGNMENT_BYTES)
 
 
@@ -37,8 +37,8 @@ class RingMessages:
 
     def set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
         """Set the largest message, and how many may be on their way."""
-        max_bytes = check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 1, _MOST_BYTES)
-        in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 1, _MOST_IN_FLIGHT)
+        max_bytes = check_integer("num_max_tensor_bytes", num_max_tensor_bytes, 1, _MOST_BYTES)
+        in_flight = check_integer("num_max_inflight_tensors", num_max_inflight_tensors, 1, _MOST_IN_FLIGHT)
         context = self._contexts.alive()
         context.synchronize_current()
         self._ring = _core.Ring.create(context.core, max_bytes, in_flight)
@@ -67,7 +67,7 @@ class RingMessages:
         return self._ring, {
             "data": address(t),
             "bytes": t.numel() * t.element_size(),
-            "peer": check_whole(argument, peer, 0, self._contexts.size - 1),
-            "num_sms": check_whole("num_sms", num_sms, 0, MAX_SMS),
+            "peer": check_integer(argument, peer, 0, self._contexts.size - 1),
+            "num_sms": check_integer("num_sms", num_sms, 0, MAX_SMS),
             "stream": context.current_stream,
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.errors import Error, invalid
 from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import align, ceil_div, check_whole
+from weft.moe.config import align, ceil_div, check_integer
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
@@ -37,8 +37,8 @@ class GatherSessions:
 
     def set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
         """Set what one session may take."""
-        self._session_bytes = check_whole("num_max_session_bytes", num_max_session_bytes, 0)
-        self._session_gathers = check_whole(
+        self._session_bytes = check_integer("num_max_session_bytes", num_max_session_bytes, 0)
+        self._session_gathers = check_integer(
             "num_max_all_gathers_per_session", num_max_all_gathers_per_session, 1, _MOST_GATHERS
         )
 

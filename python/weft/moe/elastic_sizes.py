@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weft import _core
 from weft.errors import invalid
-from weft.moe.config import MAX_BYTES, align, ceil_div, check_flags, check_whole
+from weft.moe.config import MAX_BYTES, align, ceil_div, check_flags, check_integer
 
 BUFFER_ALIGNMENT_BYTES = 2 << 20
 MAX_HIDDEN = 1 << 28  # rows stay below 2 GiB, whatever their type
@@ -27,10 +27,10 @@ def elastic_size_hint(
     num_topk 0 counts as 32.
     """
     check_flags(use_fp8_dispatch=use_fp8_dispatch, allow_multiple_reduction=allow_multiple_reduction)
-    num_ranks = check_whole("num_ranks", num_ranks, 1)
-    tokens = check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
-    hidden = check_whole("hidden", hidden, 0)
-    top_k = check_whole("num_topk", num_topk, 0) or _HINTED_TOP_K
+    num_ranks = check_integer("num_ranks", num_ranks, 1)
+    tokens = check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+    hidden = check_integer("hidden", hidden, 0)
+    top_k = check_integer("num_topk", num_topk, 0) or _HINTED_TOP_K
     scales = ceil_div(hidden, 32) if use_fp8_dispatch else 0
     element_bytes = 1 if use_fp8_dispatch else 2
     dispatch_row = align(hidden * element_bytes, 32) + align(4 * scales, 32) + align(12 * top_k + 4, 32)

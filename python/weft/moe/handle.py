@@ -23,11 +23,11 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
     i64[8] on the CPU). Weft has one channel per rank pair. The first entry, at [i][rank], counts the rows that
     this rank got from ranks 0..i.
 
-    Where they do not, with I islands of at most W ranks that do: seven of Weft's own, then DeepEP's ten across nodes,
+    Where they do not, with D domains of at most W ranks that do: seven of Weft's own, then DeepEP's ten across nodes,
     of one channel each.
     (rank_prefix_matrix i32[R, R], facts i64[10] on the CPU, send_row i32[T, R], slot_base i32[T], slot i32[N], routes,
     records; is_token_in_rank bool[T, R], rdma_channel_prefix_matrix i32[I, 1], gbl_channel_prefix_matrix i32[R, 1],
-    recv_rdma_channel_prefix_matrix i32[I, 1], recv_rdma_rank_prefix_sum i32[I], recv_gbl_channel_prefix_matrix
+    recv_rdma_channel_prefix_matrix i32[I, 1], recv_rdma_rank_prefix_sum i32[D], recv_gbl_channel_prefix_matrix
     i32[R, 1], recv_gbl_rank_prefix_sum i32[R], recv_src_meta u8[N, 4]: the row's token at its source, send_rdma_head
     i32[T, I], send_nvl_head i32[messages, W]). handle[-4][i] counts the rows that this rank got from ranks 0..i.
 
@@ -113,23 +113,23 @@ def entries_across_nodes(
     """
     assert state.routes is not None
     assert state.records is not None
-    ranks, islands = state.prefix.size(0), max(state.islands) + 1
-    widest = max(state.islands.count(island) for island in range(islands))
-    sizes = [state.num_tokens * islands, ranks * islands, islands]
+    ranks, domains = state.prefix.size(0), max(state.domains) + 1
+    widest = max(state.domains.count(domain) for domain in range(domains))
+    sizes = [state.num_tokens * domains, ranks * domains, domains]
     send_pair, pairs, handed_on, _ = state.routes.split([*sizes, state.routes.numel() - sum(sizes)])
     received = state.prefix.narrow(1, state.rank, 1)
     mine = (state.prefix, facts, state.send_row, state.slot_base, state.slot, state.routes, state.records)
     return (
         *mine,
         state.is_token_in_rank,
-        pairs.view(ranks, islands)[state.rank].view(-1, 1),
+        pairs.view(ranks, domains)[state.rank].view(-1, 1),
         sent,
         handed_on.view(-1, 1),
         handed_on,
         received,
         received.squeeze(1),
         state.token.view(torch.uint8).view(-1, 4),
-        send_pair.view(-1, islands),
+        send_pair.view(-1, domains),
         state.records.view(-1, widest),
     )
 

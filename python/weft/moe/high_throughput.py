@@ -2,7 +2,7 @@
 """The plans of high-throughput calls: what those of one signature share, checked and planned by the first of them.
 
     plan = DispatchPlan(context, Rows(x, None, topk_idx, topk_weights), num_experts)
-    payload, ids, weights, slots, handle = plan.run_whole(x, None, topk_idx, ...)
+    payload, ids, weights, slots, handle = plan.run_new(x, None, topk_idx, ...)
 
 A call of a plan is one trip into the core (src/bind/high_throughput.cc), which makes new tensors for the stream that is
 current, and fills them. With an error, tensors of the call stay until the communication stream is done with them.
@@ -108,7 +108,7 @@ class LayoutPlan(_core.LayoutPlan):  # type: ignore[misc]
 class DispatchPlan(_core.DispatchPlan):  # type: ignore[misc]
     """Dispatches along new routes: so many tokens and experts, in one format. The core runs them:
 
-    payload, ids, weights, slots, handle = plan.run_whole(
+    payload, ids, weights, slots, handle = plan.run_new(
         x, scales, topk_idx, topk_weights, in_rank, per_expert, per_rank, num_sms, order)
     received, state, slots = plan.run(
         x, scales, topk_idx, topk_weights, in_rank, per_expert, sum_place, most_tokens, num_sms, order)

@@ -20,7 +20,7 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_ALIGNMENT, Config, check_whole
+from weft.moe.config import MAX_ALIGNMENT, Config, check_integer
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle
@@ -210,7 +210,7 @@ class HighThroughputCalls:
         elif arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
         num_sms = self._num_sms(config, context.planned_sms)
-        run = plan.run_whole
+        run = plan.run_new
         if profiler._is_profiler_enabled or spans.NVTX:
             run = spans.around("dispatch", run)
         counted = (is_token_in_rank, num_tokens_per_expert, num_tokens_per_rank)
@@ -236,8 +236,8 @@ class HighThroughputCalls:
         context, rows = self._check_rows(x)
         _, per_expert = self._check_layout(rows.x, *given)
         ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
-        alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
-        worst = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
+        alignment = check_integer("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
+        worst = check_integer("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
         if worst > 0 and ids is None:
             raise invalid(
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.config import MAX_SMS, check_flags, check_whole
+from weft.moe.config import MAX_SMS, check_flags, check_integer
 from weft.moe.elastic import ElasticBuffer
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.elastic_sizes import MAX_HIDDEN
@@ -100,11 +100,15 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
     ) -> None:
-        hidden = check_whole("hidden_dim", hidden_dim, 1, MAX_HIDDEN)
-        tokens = check_whole("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, arguments.MAX_ROWS)
-        local = check_whole("num_local_experts", num_local_experts, 1, arguments.MAX_EXPERTS_PER_RANK)
-        self.num_sms_dispatch_api = check_whole("num_sms_dispatch_api", num_sms_dispatch_api or 0, 0, MAX_SMS)
-        self.num_sms_combine_api = check_whole("num_sms_combine_api", num_sms_combine_api or 0, 0, MAX_SMS)
+        hidden = check_integer("hidden_dim", hidden_dim, 1, MAX_HIDDEN)
+        tokens = check_integer(
+            "max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, arguments.MAX_ROWS
+        )
+        local = check_integer("num_local_experts", num_local_experts, 1, arguments.MAX_EXPERTS_PER_RANK)
+        self.num_sms_dispatch_api = check_integer(
+            "num_sms_dispatch_api", num_sms_dispatch_api or 0, 0, MAX_SMS
+        )
+        self.num_sms_combine_api = check_integer("num_sms_combine_api", num_sms_combine_api or 0, 0, MAX_SMS)
         self.group = group
         self.use_fp8 = bool(use_fp8)
         self._buffer = ElasticBuffer(
@@ -155,12 +159,12 @@ class HybridEPBuffer:
 
         pad_multiple, use_fp8 and fuse_permute_dispatch change no size.
         """
-        check_whole("pad_multiple", pad_multiple or 0, 0)
+        check_integer("pad_multiple", pad_multiple or 0, 0)
         check_flags(use_fp8=bool(use_fp8), fuse_permute_dispatch=fuse_permute_dispatch)
         known = self.config
-        hidden = check_whole("hidden_dim", hidden_dim or known.hidden_dim, 1, MAX_HIDDEN)
-        tokens = check_whole("num_of_tokens_per_rank", num_of_tokens_per_rank or 0, 0, arguments.MAX_ROWS)
-        local = check_whole(
+        hidden = check_integer("hidden_dim", hidden_dim or known.hidden_dim, 1, MAX_HIDDEN)
+        tokens = check_integer("num_of_tokens_per_rank", num_of_tokens_per_rank or 0, 0, arguments.MAX_ROWS)
+        local = check_integer(
             "num_local_experts",
             num_local_experts or known.num_of_experts_per_rank,
             1,
@@ -315,7 +319,7 @@ class HybridEPBuffer:
         data = hidden if scaling_factor is None else (hidden, scaling_factor)
         if handle is None:
             if topk_idx is not None and routing_map is None:
-                experts = check_whole("num_of_experts", num_of_experts, 1)
+                experts = check_integer("num_of_experts", num_of_experts, 1)
                 routing_map, dense = indices_to_map(topk_idx, topk_weights, hidden.size(0), experts)
                 probs = probs if dense is None else dense
             ids, weights, config = self._routes(
@@ -383,7 +387,7 @@ class HybridEPBuffer:
             every = torch.arange(experts, dtype=torch.int32, device=routing_map.device)
             ids = torch.where(routing_map, every, -1)
         elif topk_idx is not None:
-            experts = check_whole("num_of_experts", num_of_experts, 1)
+            experts = check_integer("num_of_experts", num_of_experts, 1)
             ids = topk_idx.contiguous()
         else:
             raise invalid("routing_map", None, "a map, or topk_idx, or a handle")
@@ -442,7 +446,7 @@ def _has_dropped(handle: Handle | None) -> bool:
 def _wanted_rows(given: int | None, real: int, may_drop: bool) -> int:
     if given is None:
         return real
-    if check_whole("num_permuted_tokens", given, 0) < real and not may_drop:
+    if check_integer("num_permuted_tokens", given, 0) < real and not may_drop:
         raise invalid("num_permuted_tokens", given, f"at least the {real} rows that came")
     return int(given)
 

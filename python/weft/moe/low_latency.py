@@ -22,13 +22,13 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.buffer_contexts import BufferContexts
-from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
+from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_integer
 from weft.moe.device_context import DeviceContext, address
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
 from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
 from weft.moe.low_latency_handle import (
-    LowLatencyForm,
+    LowLatencyAgreement,
     LowLatencyHandle,
     combine_rows_of,
     keep_combine_rows,
@@ -182,7 +182,7 @@ class LowLatencyCalls:
         asked = dict(zip(names, flags, strict=True))
         check_flags(**asked)
         sizes = Sizes(
-            check_whole("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
+            check_integer("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
             arguments.check_num_experts(num_experts, self.group_size),
             self.rank,
             self.group_size,
@@ -242,7 +242,7 @@ class LowLatencyCalls:
             overlap: rows of x may still be under way in other kernels of this rank, which raise signals; rows
                 travel as theirs are seen. Give src_signals or comp_signal. For it to help, call on a stream that
                 does not wait for those kernels, with return_recv_hook. Where CUDA loads kernels at their first launch
-                (CUDA_MODULE_LOADING=EAGER says otherwise) a hook is needed, and that of a form's first call sends,
+                (CUDA_MODULE_LOADING=EAGER says otherwise) a hook is needed, and that of a plan's first call sends,
                 too, outside of graphs. The other arguments count only with it.
             src_signals: int32 or uint32 [Le]: expert e's rows are there once src_signals[e] has reached
                 src_signal_expect_value.
@@ -296,13 +296,13 @@ class LowLatencyCalls:
                 rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
                 sends_late = self._sends_late(context, returns_hook)
-                signals = check_signals(context.device, state.form.rows_shape, *asked)
-                local = state.form.rows_shape[:1]
+                signals = check_signals(context.device, state.agreement.rows_shape, *asked)
+                local = state.agreement.rows_shape[:1]
                 arguments.check_optional(
                     "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
         plans = self._contexts.plans
-        key = ((rows, *tensors[1:]), *options, state.form.key, *signals.key)
+        key = ((rows, *tensors[1:]), *options, state.agreement.key, *signals.key)
         plan: LowLatencyCombinePlan | None = find_plan(plans, *key)
         if plan is None:
             context = self._low_latency_context("x", x)
@@ -316,10 +316,12 @@ class LowLatencyCalls:
             )
             reply = REPLIES[bool(exact), bool(use_logfmt)]
             hidden = rows.size(2)
-            plan = self._plan_combine(context, state.form, hidden, topk_idx, topk_weights, reply, signals)
+            plan = self._plan_combine(
+                context, state.agreement, hidden, topk_idx, topk_weights, reply, signals
+            )
             plans.keep(plan, *key)
         if out is not None:
-            sums = (state.form.num_tokens, rows.size(2))
+            sums = (state.agreement.num_tokens, rows.size(2))
             out = check_output(plan.context, "out", out, sums, torch.bfloat16)
             others = {
                 "x": rows,
@@ -334,7 +336,7 @@ class LowLatencyCalls:
 
     @staticmethod
     def _sends_late(context: DeviceContext, returns_hook: bool) -> bool:
-        """Return whether the hook of a form's first call with overlap sends, too.
+        """Return whether the hook of a plan's first call with overlap sends, too.
 
         CUDA may load a kernel when it is first launched, and that launch waits for what runs: for a combine that waits
         for that kernel. When the hook runs those kernels have been launched, and are loaded.
@@ -358,20 +360,20 @@ class LowLatencyCalls:
         self, context: DeviceContext, state: _core.LowLatencyHandleState, x: object, zero_copy: bool
     ) -> Tensor:
         bf16 = (torch.bfloat16,)
-        local, num_rows, hidden = state.form.rows_shape
+        local, num_rows, hidden = state.agreement.rows_shape
         if not zero_copy:
             shape = (local, num_rows, "hidden")
             return arguments.check_row_bytes("x", arguments.check_tensor("x", x, shape, bf16, context.device))
         arguments.check_tensor("x", x, (local, num_rows, hidden), bf16, context.device, contiguous=False)
-        kept = combine_rows_of(state)
-        if kept is None:
+        rows = combine_rows_of(state)
+        if rows is None:
             raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
-        return kept
+        return rows
 
     def _plan_combine(
         self,
         context: DeviceContext,
-        form: LowLatencyForm,
+        agreement: LowLatencyAgreement,
         hidden: int,
         topk_idx: object,
         topk_weights: object,
@@ -379,30 +381,30 @@ class LowLatencyCalls:
         signals: Signals,
     ) -> LowLatencyCombinePlan:
         """Check what the calls of one signature share, and plan them."""
-        shape = (form.num_tokens, form.top_k)
+        shape = (agreement.num_tokens, agreement.top_k)
         ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, context.device)
         weights = arguments.check_optional("topk_weights", topk_weights, shape, torch.float32, context.device)
-        if weights is None and not form.had_weights:
+        if weights is None and not agreement.had_weights:
             raise invalid("topk_weights", "None", "float32 weights; None only if the dispatch had them")
         if reply == _core.REPLY_EXACT_LOG and hidden % SCALE_GROUP:
             raise invalid("use_logfmt", f"True for hidden {hidden}", f"multiples of {SCALE_GROUP}")
         facts = {
-            "max_tokens": form.max_tokens,
-            "tokens": form.num_tokens,
-            "top_k": form.top_k,
-            "experts": form.num_experts,
+            "max_tokens": agreement.max_tokens,
+            "tokens": agreement.num_tokens,
+            "top_k": agreement.top_k,
+            "experts": agreement.num_experts,
             "id_bytes": ids.element_size(),
             "reply": reply,
             "row_bytes": hidden * 2,
             "has_weights": True,
-            "kept_weights": weights is None,
-            "dispatch_had_weights": form.had_weights,
+            "saved_weights": weights is None,
+            "dispatch_had_weights": agreement.had_weights,
             "signal_value": signals.value,
             "signals_per_expert": signals.per_expert,
             "signal_rows": signals.rows,
             "num_sms": signals.num_sms,
         }
-        return LowLatencyCombinePlan(context, facts, (form.num_tokens, hidden))
+        return LowLatencyCombinePlan(context, facts, (agreement.num_tokens, hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""
@@ -412,7 +414,7 @@ class LowLatencyCalls:
         state = self._check_low_latency_handle(handle, context)
         rows = combine_rows_of(state)
         if rows is None:
-            rows = context.empty(*state.form.rows_shape, dtype=torch.bfloat16)
+            rows = context.empty(*state.agreement.rows_shape, dtype=torch.bfloat16)
             keep_combine_rows(state, rows)
         return rows
 
@@ -424,8 +426,8 @@ class LowLatencyCalls:
         With enable_shrink all ranks that are not masked meet here, as in DeepEP: one that stays away is masked.
         """
         context = self._low_latency_context("buffer", None)
-        check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
-        check_whole("hidden", hidden, 1)
+        check_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        check_integer("hidden", hidden, 1)
         experts = arguments.check_num_experts(num_experts, self.group_size)
         if self.enable_shrink:  # a dispatch of no tokens
             least = arguments.ROW_ALIGNMENT_BYTES // torch.bfloat16.itemsize
@@ -444,7 +446,7 @@ class LowLatencyCalls:
         Raises: weft.Error unless the buffer was made with enable_shrink.
         """
         context = self._shrinking_context()
-        rank = check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        rank = check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_flags(mask=mask)
         context.low_latency.set_mask(rank, bool(mask), context.current_stream)
 
@@ -481,9 +483,9 @@ class LowLatencyCalls:
     ) -> _core.LowLatencyHandleState:
         call = "low_latency_dispatch"
         state: _core.LowLatencyHandleState = context.check_handle(handle, LowLatencyHandle, call)
-        form = state.form
-        local, rows, _ = form.rows_shape
-        sizes = (form.max_tokens, form.top_k, form.num_experts, form.had_weights)
+        agreement = state.agreement
+        local, rows, _ = agreement.rows_shape
+        sizes = (agreement.max_tokens, agreement.top_k, agreement.num_experts, agreement.had_weights)
         lengths = routes_lengths(context.low_latency, *sizes, local * rows)
         if state.routes.numel() not in lengths:
             raise invalid("handle", f"routes of {state.routes.numel()} words", f"{lengths[0]}, as at first")

@@ -35,18 +35,18 @@ def make_statuses(is_received: bool) -> None:
     words = array("q", [int(is_received)]) * (2 * _MADE_AT_ONCE)
     words[1::2] = array("q", range(first, first + _MADE_AT_ONCE))
     with torch.inference_mode(False):  # autograd may save them in a later call
-        together = _kept_words(words)
+        together = _tensor_over(words)
         unused_statuses[is_received].extend(parts_of(together, 2, _MADE_AT_ONCE))
 
 
-def _kept_words(words: array[int]) -> Tensor:
+def _tensor_over(words: array[int]) -> Tensor:
     """Return them as i64[len(words)] on the CPU that nobody can free or resize under others who share its memory."""
     return torch.frombuffer(words, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class LowLatencyForm:
-    """What a dispatch and its combine agree on. low_latency_form() makes them: equal ones are one object."""
+class LowLatencyAgreement:
+    """What a dispatch and its combine agree on. low_latency_agreement() makes them: equal ones are one object."""
 
     group_key: int
     num_tokens: int
@@ -72,7 +72,7 @@ class LowLatencyForm:
     def facts(self) -> Tensor:
         """What a handle carries of it, i64[8] on the CPU."""
         with torch.inference_mode(False):  # autograd may save them in a later call
-            return _kept_words(array("q", (_KIND, *self.numbers)))
+            return _tensor_over(array("q", (_KIND, *self.numbers)))
 
     @functools.cached_property
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ class LowLatencyForm:
             return part_of(facts, 5, ()), part_of(facts, 6, ()), part_of(facts, 7, ()), facts
 
 
-low_latency_form = functools.lru_cache(maxsize=256)(LowLatencyForm)
+low_latency_agreement = functools.lru_cache(maxsize=256)(LowLatencyAgreement)
 
 
 def routes_lengths(
@@ -103,7 +103,7 @@ def combine_rows_of(state: _core.LowLatencyHandleState) -> Tensor | None:
 
 def keep_combine_rows(state: _core.LowLatencyHandleState, rows: Tensor) -> None:
     """Keep them as long as the state, or another one of the same tensors."""
-    state.kept_rows = _combine_rows[state.number] = rows
+    state.combine_rows = _combine_rows[state.number] = rows
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
@@ -114,7 +114,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     first row (high 32 bits) of the rows from each source. M, hidden, E: i64 of no dimension. These three, facts i64[8]
     and status i64[2] are on the CPU.
 
-    state is what the core reads of it: form, routes and status. The first word of the status is 1 once the dispatch has
+    state is what the core reads: agreement, routes and status. The first word of the status is 1 once the dispatch has
     received, else routes hold nothing yet: the hook is still to be run. The second is a number that no other handle of
     this process has. Handles of the same tensors share them.
 
@@ -151,9 +151,9 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
             return None
         _, group_key, num_tokens, top_k, had_weights, max_tokens, hidden, num_experts = facts
         rows_shape = (int(src_info.size(0)), int(src_info.size(1)), hidden)
-        form = low_latency_form(
+        agreement = low_latency_agreement(
             group_key, num_tokens, top_k, bool(had_weights), max_tokens, hidden, num_experts, rows_shape
         )
-        state = _core.LowLatencyHandleState(form, routes, status)
-        state.kept_rows = combine_rows_of(state)
+        state = _core.LowLatencyHandleState(agreement, routes, status)
+        state.combine_rows = combine_rows_of(state)
         return state

@@ -28,7 +28,7 @@ from weft.moe.low_latency_dispatch import Sizes
 from weft.moe.low_latency_formats import Format
 from weft.moe.low_latency_handle import (
     LowLatencyHandle,
-    low_latency_form,
+    low_latency_agreement,
     make_statuses,
     unused_statuses,
 )
@@ -76,7 +76,7 @@ class LowLatencyDispatchPlan(_core.LowLatencyDispatchPlan):  # type: ignore[misc
             context.low_latency.routes_words(sizes.max_tokens, self.top_k, sizes.num_experts, has_weights)
         )
         i32, meta = torch.int32, (rows[0], sizes.num_ranks)
-        self.handle_form = low_latency_form(
+        self.handle_agreement = low_latency_agreement(
             context.group_key,
             *(self.num_tokens, self.top_k, has_weights, sizes.max_tokens, payload.hidden, sizes.num_experts),
             (*rows, payload.hidden),
@@ -92,9 +92,9 @@ class LowLatencyDispatchPlan(_core.LowLatencyDispatchPlan):  # type: ignore[misc
             tensor_spec(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        make = context.maker(*self._specs, together=_OF_HANDLE, first_is_whole=True)
+        make = context.maker(*self._specs, together=_OF_HANDLE, first_is_all=True)
         seen = payload.seen if payload.is_tiled else None
-        super().__init__(calls, _setting(context), make, self.handle_form, seen)
+        super().__init__(calls, _setting(context), make, self.handle_agreement, seen)
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
@@ -114,10 +114,10 @@ class LowLatencyCombinePlan(_core.LowLatencyCombinePlan):  # type: ignore[misc]
     Raises: weft.Error where sizes do not fit the buffer.
     """
 
-    def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
+    def __init__(self, context: DeviceContext, facts: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.context = context
         make = context.maker(tensor_spec(out_shape, torch.bfloat16))  # the sums alone
-        calls: Any = context.low_latency.plan_combine(**form)
+        calls: Any = context.low_latency.plan_combine(**facts)
         super().__init__(calls, _setting(context), make)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.config import MAX_SMS, ceil_div, check_whole
+from weft.moe.config import MAX_SMS, ceil_div, check_integer
 from weft.moe.device_context import DeviceContext
 
 
 def waits_for_loading(context: DeviceContext) -> bool:
-    """Return whether the first launch of another kernel may wait for a combine that waits for it."""
+    """Return whether the first launch of another kernel can wait for a combine, which itself waits for that kernel."""
     return context.is_cuda and bool(_core.cuda_loads_lazily())
 
 
@@ -67,14 +67,14 @@ def check_signals(
         )
     local, rows = rows_shape[:2]
     if src_signals is not None:
-        value = check_whole("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
+        value = check_integer("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
         tensor = arguments.check_tensor("src_signals", src_signals, (local,), _SIGNALS, device)
-        sms = check_whole("num_sms", _OVERLAP_SMS_BY_EXPERT if num_sms is None else num_sms, 0, MAX_SMS)
+        sms = check_integer("num_sms", _OVERLAP_SMS_BY_EXPERT if num_sms is None else num_sms, 0, MAX_SMS)
         return Signals(tensor, value, 1, rows, sms)
-    block = check_whole("block_m", block_m, 1, _MOST_SIGNAL)
-    value = check_whole("threshold", threshold, 0, _MOST_SIGNAL)
+    block = check_integer("block_m", block_m, 1, _MOST_SIGNAL)
+    value = check_integer("threshold", threshold, 0, _MOST_SIGNAL)
     per_expert = ceil_div(rows, block)
-    sms = check_whole("num_sms", _OVERLAP_SMS if num_sms is None else num_sms, 0, MAX_SMS)
+    sms = check_integer("num_sms", _OVERLAP_SMS if num_sms is None else num_sms, 0, MAX_SMS)
     flat = (
         comp_signal.view(-1)
         if isinstance(comp_signal, Tensor) and comp_signal.is_contiguous()

@@ -27,7 +27,7 @@ from weft.moe import arguments, trace
 from weft.moe.buffer_contexts import device_of
 from weft.moe.config import check_flags, check_number
 from weft.moe.device_context import DeviceContext
-from weft.moe.p2p_phases import Kept, PhaseOrder, Turns
+from weft.moe.p2p_phases import PhaseOrder, SavedInput, Turns
 from weft.moe.p2p_plans import SUMMED, CombinePlans, DispatchPlans, DpColumn, Layout, P2PSizes
 from weft.runtime.bootstrap import find_bootstrap
 from weft.runtime.communicator import connect
@@ -61,21 +61,21 @@ class P2PHandle:
         self.context = context
         self.num_tokens, self.id_bytes = int(ids.size(0)), ids.element_size()  # of this rank
         self.is_bounded = False  # rows past a bound have no ids, whatever the caller's tensor says
-        self.ids = Kept("topk_idx", ids)
+        self.ids = SavedInput("topk_idx", ids)
         self.weights = (
-            None if weights is None else Kept("topk_weights", weights)
+            None if weights is None else SavedInput("topk_weights", weights)
         )  # where tokens' owners use them
         self.phase = "dispatch_send"  # the last one that ran
         self.streams = {context.current_stream}  # that phases ran on
         self.sent = sent  # of the core: the call whose receive is to come
         self.is_pending = True  # that receive has not begun
-        self.kept: tuple[Tensor | None, ...] = tensors  # until then
+        self.saved: tuple[Tensor | None, ...] = tensors  # until then
         self.layout: Layout | None = None  # of received rows
         self.routes: Tensor | None = None
         self.rows_shape: tuple[int, ...] = ()
         self.given: Any = None  # of a drop-in: its indices and weights
-        self.combine_form: tuple[Any, ...] = ()  # of the send whose receive is to come
-        self.reads: tuple[Kept | None, ...] = ()  # what the receive reads, too
+        self.combine_options: tuple[Any, ...] = ()  # of the send whose receive is to come
+        self.reads: tuple[SavedInput | None, ...] = ()  # what the receive reads, too
 
 
 class P2PAllToAll:
@@ -246,12 +246,12 @@ class P2PAllToAll:
             )
         calls = plans.receiver(handle.num_tokens, handle.id_bytes, layout)
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
-        used = (*handle.kept[:4], None, None, *into)
-        ticket = handle.sent.ticket
+        used = (*handle.saved[:4], None, None, *into)
+        call_slot = handle.sent.call_slot
         given = (out_x, out_x_scale, out_num_tokens)
         self._turns.begin_receive(handle)
-        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), given, made)
-        handle.phase, handle.layout, handle.routes, handle.kept = "dispatch_recv", layout, made.routes, ()
+        self._order.receive(context, lambda on: calls.receive_into(*used, call_slot, on), given, made)
+        handle.phase, handle.layout, handle.routes, handle.saved = "dispatch_recv", layout, made.routes, ()
         handle.rows_shape = tuple(rows.shape)
         return P2PRows(rows, scales, counts, made.weights, made.src_rank, made.src_token)
 
@@ -284,23 +284,23 @@ class P2PAllToAll:
             others = self._check_ids(topk_idx, handle.num_tokens)
             if handle.is_bounded:
                 others = others.masked_fill((ids.tensor() < 0).all(1, keepdim=True), -1)
-            ids, id_bytes = Kept("topk_idx", others), others.element_size()
+            ids, id_bytes = SavedInput("topk_idx", others), others.element_size()
         if topk_weights is not None:
             shape = (handle.num_tokens, self.sizes.num_experts_per_token)
             arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), self.device)
-            weights = Kept("topk_weights", topk_weights)
+            weights = SavedInput("topk_weights", topk_weights)
         travel = topk_weights is not None and not self.exact
         self._turns.check_send(context)
         key = (handle.num_tokens, id_bytes, int(expert_y.size(-1)), expert_y.dtype)
-        form = (*key, self.exact, travel, handle.id_bytes)
-        calls = self._combines[context].calls(*form)
+        options = (*key, self.exact, travel, handle.id_bytes)
+        calls = self._combines[context].calls(*options)
         own = None if weights is None else weights.tensor()
         tensors = (expert_y, ids.tensor(), own, handle.routes, None, None, None, handle.ids.tensor())
         sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._turns.note_sent(context, sent, "combine_recv")
-        handle.phase, handle.sent, handle.kept = "combine_send", sent, (*tensors, expert_y)
+        handle.phase, handle.sent, handle.saved = "combine_send", sent, (*tensors, expert_y)
         handle.is_pending, handle.reads = True, (handle.ids, ids, weights)
-        handle.combine_form = form
+        handle.combine_options = options
 
     def combine_recv(
         self, handle: P2PHandle, out_tokens: Tensor | None = None, accumulate: bool = False
@@ -318,7 +318,7 @@ class P2PAllToAll:
         if accumulate and out_tokens is None:
             raise invalid("accumulate", "True without out_tokens", "True with the tensor to add to")
         context = handle.context
-        shape = (handle.num_tokens, handle.combine_form[2])
+        shape = (handle.num_tokens, handle.combine_options[2])
         if out_tokens is None:
             with self._order.making():
                 out = context.empty(*shape, dtype=self.sizes.out_dtype)
@@ -327,15 +327,17 @@ class P2PAllToAll:
                 "out_tokens", out_tokens, shape, (self.sizes.out_dtype,), self.device
             )
             arguments.check_alignment("out_tokens", out)
-        calls = self._combines[context].calls(*handle.combine_form, bool(accumulate))
+        calls = self._combines[context].calls(*handle.combine_options, bool(accumulate))
         for read in handle.reads:
             if read is not None:
                 read.tensor()  # as the send got it
-        used = (*handle.kept[:4], out, None, None, handle.kept[7])
-        ticket = handle.sent.ticket
+        used = (*handle.saved[:4], out, None, None, handle.saved[7])
+        call_slot = handle.sent.call_slot
         self._turns.begin_receive(handle)
-        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), (out_tokens,), (out,))
-        handle.phase, handle.kept = "combine_recv", ()
+        self._order.receive(
+            context, lambda on: calls.receive_into(*used, call_slot, on), (out_tokens,), (out,)
+        )
+        handle.phase, handle.saved = "combine_recv", ()
         return out
 
     def take_trace(self) -> trace.Trace:

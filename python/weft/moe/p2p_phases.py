@@ -3,7 +3,7 @@
 
     turns, order = Turns(contexts, max_in_flight), PhaseOrder(contexts, device, num_sms)
     context = turns.next()                       # for a new exchange
-    ids = Kept("topk_idx", topk_idx)             # a tensor that later phases read: ids.tensor()
+    ids = SavedInput("topk_idx", topk_idx)             # a tensor that later phases read: ids.tensor()
     turns.check_send(context)                    # before each send
     sent = order.send(context, run, (x, ids))    # run(stream) launches the phase
     turns.note_sent(context, sent, "dispatch_recv")
@@ -94,34 +94,34 @@ class PhaseOrder:
     def __init__(self, contexts: Sequence[DeviceContext], device: torch.device, num_sms: int) -> None:
         self._device = device
         self._is_one = len(contexts) == 1
-        self._beside: Any = contexts[0].comm_stream if num_sms else None  # None on the CPU
+        self._own_stream: Any = contexts[0].comm_stream if num_sms else None  # None on the CPU
         self._stream = contexts[0].stream  # the same, for the core
         self._last: tuple[int, Any] | None = None  # stream and event of the last phase on a caller's
 
     def send(self, context: DeviceContext, run: Run, tensors: Tensors) -> Any:
         """Launch a send of ``tensors``."""
-        if self._beside is None:
+        if self._own_stream is None:
             return self._run_here(context, run)
         self._after_caller(context)
         for tensor in tensors:
             if tensor is not None:
-                tensor.record_stream(self._beside)
+                tensor.record_stream(self._own_stream)
         return run(self._stream)
 
     def making(self) -> AbstractContextManager[Any]:
         """Return a context in which torch makes tensors for a receive to fill."""
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+        return nullcontext() if self._own_stream is None else torch.cuda.stream(self._own_stream)
 
     def receive(self, context: DeviceContext, run: Run, given: Tensors, made: Tensors) -> None:
         """Launch a receive into tensors of the caller's, which the current stream may still be at, and made ones."""
-        if self._beside is None:
+        if self._own_stream is None:
             self._run_here(context, run)
             return
         if any(tensor is not None for tensor in given):
             self._after_caller(context)
         for tensor in given:
             if tensor is not None:
-                tensor.record_stream(self._beside)
+                tensor.record_stream(self._own_stream)
         run(self._stream)
         context.core.wait(context.current_stream, self._stream)
         context.hand_over(made)
@@ -152,7 +152,7 @@ def times_written(tensor: Tensor) -> int:
     return _NOT_COUNTED if tensor.is_inference() else int(tensor._version)
 
 
-class Kept:
+class SavedInput:
     """A tensor as a send got it. name: of the argument."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:

@@ -30,7 +30,7 @@ from weft.moe.config import (
     MAX_SMS,
     align,
     ceil_div,
-    check_whole,
+    check_integer,
     local_experts,
 )
 from weft.moe.device_context import DeviceContext
@@ -68,18 +68,18 @@ class P2PSizes:
     num_sms: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("max_num_tokens", self.max_num_tokens, 1, MAX_LOW_LATENCY_TOKENS)
-        check_whole("num_experts", self.num_experts, 1)
-        check_whole("num_experts_per_token", self.num_experts_per_token, 1, MAX_TOP_K)
-        check_whole("expert_padding", self.expert_padding, 1, MAX_ALIGNMENT)
-        check_whole("max_in_flight", self.max_in_flight, 1, _MAX_IN_FLIGHT)
-        check_whole("dp_size", self.dp_size, 1)
-        check_whole("num_sms", self.num_sms, 0, MAX_SMS)
+        check_integer("max_num_tokens", self.max_num_tokens, 1, MAX_LOW_LATENCY_TOKENS)
+        check_integer("num_experts", self.num_experts, 1)
+        check_integer("num_experts_per_token", self.num_experts_per_token, 1, MAX_TOP_K)
+        check_integer("expert_padding", self.expert_padding, 1, MAX_ALIGNMENT)
+        check_integer("max_in_flight", self.max_in_flight, 1, _MAX_IN_FLIGHT)
+        check_integer("dp_size", self.dp_size, 1)
+        check_integer("num_sms", self.num_sms, 0, MAX_SMS)
         for name in ("max_recv_tokens", "max_tokens_per_expert"):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1, MAX_ROWS)
+                check_integer(name, getattr(self, name), 1, MAX_ROWS)
         if self.max_private_tokens is not None:
-            check_whole("max_private_tokens", self.max_private_tokens, self.max_num_tokens)
+            check_integer("max_private_tokens", self.max_private_tokens, self.max_num_tokens)
         if self.max_recv_tokens is not None and self.max_tokens_per_expert is not None:
             raise invalid("max_recv_tokens", "both it and max_tokens_per_expert", "one of the two")
         self._check_types()
@@ -89,7 +89,7 @@ class P2PSizes:
             raise invalid("in_dtype", self.in_dtype, "a torch.dtype of real numbers")
         if self.out_dtype not in SUMMED:
             raise invalid("out_dtype", self.out_dtype, "torch.bfloat16, torch.float16 or torch.float32")
-        check_whole("hidden_dim", self.hidden_dim, 1, 1 << 26)
+        check_integer("hidden_dim", self.hidden_dim, 1, 1 << 26)
         for name, dtype in (("in_dtype", self.in_dtype), ("out_dtype", self.out_dtype)):
             if self.hidden_dim * dtype.itemsize % ROW_ALIGNMENT_BYTES:
                 raise invalid("hidden_dim", self.hidden_dim, f"rows of {name} of a multiple of 16 bytes")
@@ -97,7 +97,7 @@ class P2PSizes:
             given = f"{self.hidden_dim_scale} with scale_dtype {self.scale_dtype}"
             raise invalid("hidden_dim_scale", given, "both or neither")
         if self.hidden_dim_scale is not None:
-            check_whole("hidden_dim_scale", self.hidden_dim_scale, 1, 1 << 20)
+            check_integer("hidden_dim_scale", self.hidden_dim_scale, 1, 1 << 20)
             if self.scale_dtype not in SCALES:
                 raise invalid("scale_dtype", self.scale_dtype, "torch.float32 or torch.int32")
 

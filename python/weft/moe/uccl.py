@@ -159,7 +159,7 @@ def connect_atomic_buffer(proxy: Proxy, runtime: Runtime) -> None:
 
 def get_oob_ip() -> str:
     """Return the address where ranks of several nodes hear of each other: WEFT_INTERFACE's, or the first found."""
-    return str(_core.meeting_interface()["address"])
+    return str(_core.rendezvous_interface()["address"])
 
 
 def get_physical_gpu_rank(device_index: int) -> int:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a piece of the window, in which a received tensor lay, can be written again on a GPU.
+"""When a piece of the window that held a received tensor can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
-    lease = pieces.lend(context, offset)       # of the core: src/bind/leases.h, as is what a storage has of it
+    lease = pieces.lease(context, offset)       # of the core: src/bind/leases.h, as is what a storage has of it
     share = lease.share()                      # kept alive by a storage in that piece
     share.lies_at(address, num_bytes, device)
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
 Peers write into a piece once a later call of this rank has told them to. So the communication stream first waits for
-what was queued, when the last tensor of the piece died, on the stream that was current when it was lent and on the one
+what was queued, when the last tensor of the piece died, on the stream current when it was leased and on the one
 that was current when it died, and later calls come after that. Streams that ``Tensor.record_stream()`` named may lag
 behind for long, and must not hold up later calls: their pieces stay out until they are done, as torch does it with
 memory of its own, unless there is no other room.
@@ -66,7 +66,7 @@ class WindowPieces(_core.Pieces):  # type: ignore[misc]
     def take_later(self, offset: int, home: int, now: int, recorded: dict[int, Any]) -> None:
         """Note what a piece has to wait for; nothing here waits.
 
-        home, now: the streams when it was lent and when its last storage died, by their numbers.
+        home, now: the streams when it was leased and when its last storage died, by their numbers.
         """
         soon = {number: self._cuda.stream(number) for number in (home, now)}
         late = [stream for number, stream in recorded.items() if number not in soon]
@@ -79,7 +79,7 @@ class WindowPieces(_core.Pieces):  # type: ignore[misc]
         piece.settle(self._cuda)
         self.returned.append(piece)
 
-    def reclaim_kept(self) -> None:
+    def reclaim_if_any(self) -> None:
         """Do as reclaim(), outside of captures, where there is anything to do."""
         if self.returned and not self._cuda.is_capturing(self._cuda.stream(self._cuda.current())):
             self.reclaim()

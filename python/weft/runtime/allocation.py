@@ -116,7 +116,7 @@ def tensor_maker(
     specs: Sequence[TensorSpec | None],
     together: Sequence[int] = (),
     part_bytes: int = PART_BYTES,
-    first_is_whole: bool = False,
+    first_is_all: bool = False,
 ) -> Callable[[], list[Any]]:
     """Return what makes all that calls of one signature fill: a tensor of each spec, None for None.
 
@@ -124,7 +124,7 @@ def tensor_maker(
         together: the places of contiguous specs of one type that lie in one memory: of no results that a caller may
             free, but each piece of memory costs the host as much as all else of a tensor.
         part_bytes: each of those begins at a multiple of it.
-        first_is_whole: the first of those is all of their memory, longer than its spec, and without a shape. That saves
+        first_is_all: the first of those is all of their memory, longer than its spec, and without a shape. That saves
             one part.
     """
     memory = [(i, spec) for i, spec in enumerate(specs) if spec is not None and i not in together]
@@ -135,7 +135,7 @@ def tensor_maker(
         assert spec is not None
         whole = tensor_spec((offset + math.prod(shape),), spec[2])
         no_place = len(specs)
-        memory.append((parts.pop(0)[0] if first_is_whole else no_place, whole))
+        memory.append((parts.pop(0)[0] if first_is_all else no_place, whole))
     made: Callable[[], list[Any]] = _core.TensorMaker(allocator, len(specs), memory, parts)
     return made
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands end: at once and with nothing left, whatever ends them.
+"""How commands end: at once, and without leaving processes or files behind.
 
     with ended_by_signals():            # SIGTERM and SIGHUP unwind the command, as Ctrl-C does
         folder = OwnedFolder("weft-ranks-")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands write files: whole or not at all, and never through a link that another user has put there.
+"""How commands write files: completely or not at all, and never through a link that another user has put there.
 
     write_file(Path("out.json"), text)        # a reader sees the old file or the new one
     with open(journal, "a", opener=own_file) as file: ...

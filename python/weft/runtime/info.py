@@ -66,12 +66,15 @@ def _print_ways(args: argparse.Namespace) -> int:
 
     communicator = Communicator()
     of_ranks = ways(communicator)
+    windows = str(communicator.core.port_placement)
     if communicator.rank == 0 and args.json:
-        json.dump({"plan": of_ranks}, sys.stdout, indent=2)
+        json.dump({"plan": of_ranks, "windows": windows}, sys.stdout, indent=2)
         print()
     elif communicator.rank == 0:
         console = make_console(args.wide)
         ways_table(of_ranks).print(console)
+        if windows:
+            console.print(f"Windows lie in {windows}", highlight=False, markup=False)
         if communicator.size == 1:
             console.print("One rank has no peers: start this as the job, torchrun ... -m weft info --plan")
     return 0
@@ -163,7 +166,7 @@ def rdma_nics() -> list[dict[str, str]]:
 def _interface() -> dict[str, str]:
     """Return where ranks of several nodes would hear of each other: name, address and why, or why nowhere."""
     try:
-        return dict(_core.meeting_interface())
+        return dict(_core.rendezvous_interface())
     except Error as error:
         return {"name": "", "address": "", "why": error.one_line()}
 
@@ -200,7 +203,7 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
 
 def _table(title: str, key: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     heads = [Column(head, is_number=head in numbers) for head in columns]
-    return Table(title, [Column(key, is_key=True, is_whole=True), *heads])
+    return Table(title, [Column(key, is_key=True, never_folds=True), *heads])
 
 
 def _pairs(title: str, facts: dict[str, Any]) -> Table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has done so far, counted: ``weft.metrics()``; as Prometheus reads it; and as lines of the log.
+"""Counters of what this process has done: ``weft.metrics()``, Prometheus text, and lines of the log.
 
     counts = weft.metrics()
     counts.operations[0]["calls"], counts.peers[0]["bytes"]
@@ -72,7 +72,7 @@ class Metrics:
         from weft.runtime.tables import Column, Table, size_text
 
         who = "" if self.rank is None else f", rank {self.rank}"
-        keys = [Column("operation", is_key=True, is_whole=True), Column("transport", is_key=True)]
+        keys = [Column("operation", is_key=True, never_folds=True), Column("transport", is_key=True)]
         heads = ("calls", "bytes", "us each", "of it waiting us", "errors")
         calls = Table(f"Calls{who}", [*keys, *(Column(head, is_number=True) for head in heads)])
         for row in self.operations:

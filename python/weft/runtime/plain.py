@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that can be taken as they are: whose shape, type and device say all that a call has to know.
+"""Plain tensors: shape, type and device say all that a call has to know of them.
 
     plan = find_plan(plans, (x, topk_idx), b"dispatch", num_experts)      # plans: a PlanBook
     if plan is None:

@@ -27,8 +27,10 @@ examples:
   weft plan --json | jq .[0].dispatch.us       for scripts
 
 The time is the largest of: bytes over mapped links, bytes over the network, puts; and the latencies before it. What
-kernels do besides is not in it, so a call takes longer. "limited by" says which of them it is. Rates and latencies of
-the machine are arguments: the defaults of mapped links and SMs are an H200's, those of the network are examples.
+kernels do besides is not in it, so a call takes longer. "limited by" says which of them it is. "us" is for a network
+that reads and writes memory of the GPU. "host us" is for one that does not: what it carries is stored to memory of the
+host and read from there, over PCIe (WEFT_PORT_WINDOWS). Rates and latencies of the machine are arguments: the
+defaults of mapped links, PCIe and SMs are an H200's, those of the network are examples.
 """
 
 
@@ -74,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--mapped-latency-us", type=float, default=1.3, help="of a store to a peer (%(default)s)"
+    )
+    machine.add_argument(
+        "--pcie-gb-s",
+        type=float,
+        default=55,
+        help="between a GPU and its host, each way, GB/s (%(default)s: 16 lanes of the fifth generation)",
+    )
+    machine.add_argument(
+        "--pcie-latency-us", type=float, default=1.5, help="of a store to the host's memory (%(default)s)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead of tables: a list, one for each plan"
@@ -121,9 +132,9 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(mode: str, nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the plan of one mode on so many nodes: what was asked, decisions and prediction. Raises: weft.Error."""
-    for name in ("nic_gbit", "puts", "mapped_gb_s"):
+    for name in ("nic_gbit", "puts", "mapped_gb_s", "pcie_gb_s"):
         _check(name, getattr(args, name), getattr(args, name) > 0, "a number above 0")
-    for name in ("latency_us", "mapped_latency_us"):
+    for name in ("latency_us", "mapped_latency_us", "pcie_latency_us"):
         _check(name, getattr(args, name), getattr(args, name) >= 0, "0 or more")
     for name in ("hidden", "top_k", "experts", "ranks_per_node", "sms"):
         _check(name, getattr(args, name), 1 <= getattr(args, name) < 1 << 20, "1 to 1048575")
@@ -150,6 +161,8 @@ def make_plan(mode: str, nodes: int, args: argparse.Namespace) -> dict[str, Any]
         "mapped_latency_us": args.mapped_latency_us,
         "network_latency_us": args.latency_us,
         "million_puts_per_s": args.puts,
+        "pcie_gb_s": args.pcie_gb_s,
+        "pcie_latency_us": args.pcie_latency_us,
     }
     plan: dict[str, Any] = _core.plan_experts(mode == "ll", shape, machine)
     return {"mode": mode, **shape, "machine": machine, **plan}
@@ -213,14 +226,16 @@ def _roles(mode: str, plans: list[dict[str, Any]]) -> Table:
 
 
 def _prediction(plans: list[dict[str, Any]]) -> Table:
-    numbers = ("mapped MB", "network MB", "puts", "us")
+    numbers = ("mapped MB", "network MB", "puts")
     table = Table(
         "Prediction: what each rank sends, and how long a call takes at least",
         [
             Column("nodes", is_number=True, is_key=True),
             Column("call", is_key=True),
             *(Column(head, is_number=True) for head in numbers),
-            Column("limited by", is_whole=True),
+            Column("us", is_number=True),
+            Column("host us", is_number=True),
+            Column("limited by", never_folds=True),
         ],
     )
     for plan in plans:
@@ -233,7 +248,9 @@ def _prediction(plans: list[dict[str, Any]]) -> Table:
                 f"{phase['network_bytes'] / 1e6:.2f}",
                 str(phase["puts"]),
                 f"{phase['us']:.1f}",
-                phase["bound"],
+                f"{phase['host_us']:.1f}",
+                phase["bound"]
+                + (f"; host: {phase['host_bound']}" if phase["host_bound"] != phase["bound"] else ""),
             )
     return table
 
@@ -254,7 +271,7 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
                 Column(head, is_number=True)
                 for head in ("rank MB", "rank puts", "rank us", "node MB", "node puts", "node us")
             ),
-            Column("chosen", is_whole=True),
+            Column("chosen", never_folds=True),
         ],
         fold_constants=False,
     )

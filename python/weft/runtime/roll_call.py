@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that meet in a torch key-value store, and which processes they are, so that a death ends the wait at once.
+"""Ranks find each other in a torch key-value store and name their processes there, so that a death ends the wait at
+once.
 
     roll = RollCall(store, rank=0)          # says at once who this rank is
     ranks = Gathering(store, roll, rank=0, size=4)

@@ -62,13 +62,13 @@ class Column:
         head: with the unit, such as ``latency us``.
         is_number: aligned to the right, and never folded.
         is_key: says which row this is: repeated where a table is divided, and never moved above it.
-        is_whole: a name to copy: never folded.
+        never_folds: a name to copy: never folded.
     """
 
     head: str
     is_number: bool = False
     is_key: bool = False
-    is_whole: bool = False
+    never_folds: bool = False
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Table:
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
         for index in group:
             column = self.columns[index]
-            is_rigid = column.is_number or column.is_whole
+            is_rigid = column.is_number or column.never_folds
             table.add_column(
                 self._head(index),
                 justify="right" if column.is_number else "left",
@@ -205,7 +205,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
 
 
-def whole_from(least: int) -> Callable[[str], int]:
+def integer_from(least: int) -> Callable[[str], int]:
     """Return what reads a whole number of at least so much, for argparse."""
 
     def read(text: str) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tensor's memory holds its values: the one check for all that moves bytes of tensors.
+"""Checks that a tensor's memory holds its values, for all that moves bytes of tensors.
 
     if why := unlike_memory(tensor):
         raise invalid("tensor", why, PLAIN)

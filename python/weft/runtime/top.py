@@ -252,7 +252,7 @@ def _process_table(looks: list[Look]) -> Table:
 
 
 def _rate_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
-    keys = [Column("operation", is_key=True, is_whole=True), Column("transport", is_key=True)]
+    keys = [Column("operation", is_key=True, never_folds=True), Column("transport", is_key=True)]
     heads = ("calls / s", "MB / s", "mean us", "of it waiting us", "errors")
     table = Table("Operations of all its ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
     fields = ("calls", "bytes", "seconds", "wait_seconds", "errors")

@@ -3,7 +3,7 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m weft info --plan
 
-Ranks meet as those of a communicator do, and take each peer's transport as that would. The first rank prints.
+Ranks find each other as those of a communicator do, and choose each peer's transport as it does. The first rank prints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ways_table(of_ranks: list[dict[str, Any]]) -> Table:
         "Ways of each rank to its peers: mapped memory, or a port",
         [
             *(Column(head, is_number=True, is_key=True) for head in ("rank", "node")),
-            Column("device", is_whole=True),
+            Column("device", never_folds=True),
             Column("mapped"),
             Column("by port"),
         ],

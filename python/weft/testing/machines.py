@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import Error, invalid
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 from weft.testing import bad_link
 from weft.testing.bad_link import BadLink, Report
 
@@ -225,7 +225,7 @@ def main() -> int:
         prog="python -m weft.testing.machines", description="torchrun on machines out of one"
     )
     parser.add_argument("--machines", type=int, default=2)
-    parser.add_argument("--ranks", type=whole_from(1), default=2, help="on each machine")
+    parser.add_argument("--ranks", type=integer_from(1), default=2, help="on each machine")
     parser.add_argument("command", nargs="+", help="what torchrun is to run, after --")
     args = parser.parse_args()
     return run_everywhere(args.machines, args.ranks, args.command)

@@ -36,7 +36,7 @@ def given_handle(argument: str, given: Any, wanted: type[Any]) -> Any:
 def given_memory(argument: str, given: Any) -> Any:
     """Return what the extension knows local memory by. Raises: weft.Error unless it is where it was registered."""
     core = given_handle(argument, given, Memory)
-    if not given.kept.is_in_place():
+    if not given.held.is_in_place():
         raise invalid(
             argument, "memory that was resized since it was registered", "memory in place until unregister()"
         )

@@ -30,7 +30,7 @@ class Span:
     is_read_only: bool = False
 
 
-class Kept:
+class HeldSpan:
     """The owner of a span of registered memory, which stays where it is until let_go()."""
 
     def __init__(self, span: Span) -> None:

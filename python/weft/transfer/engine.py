@@ -32,7 +32,7 @@ from weft.transfer.arguments import (
     given_target,
     length_within,
 )
-from weft.transfer.buffers import Kept, Pages, span_of, whole
+from weft.transfer.buffers import HeldSpan, Pages, span_of, whole
 from weft.transfer.handles import (
     Completion,
     Counter,
@@ -128,7 +128,7 @@ class TransferEngine:
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
-        self._kept: dict[int, Kept] = {}  # what is registered, by its id
+        self._held: dict[int, HeldSpan] = {}  # what is registered, by its id
         beat = given_seconds("heartbeat_s", heartbeat_s) or _core.config().heartbeat_s
         dead = given_seconds("peer_dead_s", peer_dead_s) or _core.config().peer_dead_s
         if heartbeat_s is not None and beat >= dead:
@@ -195,21 +195,21 @@ class TransferEngine:
         access = (REMOTE_READ if may_read else 0) | (REMOTE_WRITE if may_write else 0)
         access |= _READ_ONLY if span.is_read_only else 0
         core = self.core.enroll(span.address, span.bytes, span.device, access)
-        kept = self._kept[core.id] = Kept(span)
-        return Memory(self, core, kept)
+        held = self._held[core.id] = HeldSpan(span)
+        return Memory(self, core, held)
 
     def unregister(self, memory: Memory, timeout_s: float = 10.0) -> None:
         """Take memory back; returns once no peer can touch it any more. The same as ``memory.unregister()``.
 
-        Raises: weft.PeerLost naming peers that did not confirm in time. It is unregistered all the same, but kept until
+        Raises: weft.PeerLost naming peers that did not confirm in time. It is unregistered all the same, but held until
             ``close``, as a network may still have writes from it under way.
         """
         core = given_handle("memory", memory, Memory)
         if memory.engine is not self:
             raise invalid("memory", "memory of another engine", f"memory that {self.name!r} registered")
         self.core.unregister(core, self.timeout(timeout_s))
-        if kept := self._kept.pop(core.id, None):
-            kept.let_go()
+        if held := self._held.pop(core.id, None):
+            held.let_go()
 
     def connect(self, address: bytes, timeout_s: float | None = None) -> Peer:
         """Connect to the engine with that ``address``; the same Peer until it is lost, a new life afterwards.
@@ -464,9 +464,9 @@ class TransferEngine:
         if self._watcher is not None:
             self._watcher.close()
         self.core.close()
-        for kept in self._kept.values():
-            kept.let_go()
-        self._kept.clear()
+        for held in self._held.values():
+            held.let_go()
+        self._held.clear()
         _open_engines.discard(self)
 
     def _close_here(self) -> None:

@@ -126,7 +126,7 @@ class _Place:
         """Both sides have what they need."""
 
 
-class _Kept(_Place):
+class _Readable(_Place):
     """A place that keeps lines, and is looked at again and again."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _Kept(_Place):
         self._refused = self._taken
 
 
-class _InStore(_Kept):
+class _InStore(_Readable):
     def __init__(self, store: Any, me: str, other: str) -> None:
         super().__init__()
         self.where = type(store).__name__
@@ -176,7 +176,7 @@ class _InStore(_Kept):
         return bytes(self._store.get(self._theirs)).decode(errors="replace")
 
 
-class _InFiles(_Kept):
+class _InFiles(_Readable):
     def __init__(self, path: Path, me: str, other: str) -> None:
         super().__init__()
         for name, given in (("me", me), ("other", other)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import _core
 from weft.errors import Error, from_core, invalid, quoted
-from weft.transfer.buffers import Kept, whole
+from weft.transfer.buffers import HeldSpan, whole
 
 if TYPE_CHECKING:
     from weft.transfer.engine import TransferEngine
@@ -103,9 +103,9 @@ class Memory:
     else does, and refuses that it is resized: peers may write to it.
     """
 
-    def __init__(self, engine: TransferEngine, core: Any, kept: Kept) -> None:
+    def __init__(self, engine: TransferEngine, core: Any, held: HeldSpan) -> None:
         """Made by ``TransferEngine.register``."""
-        self.engine, self.core, self.kept, self.span = engine, core, kept, kept.span
+        self.engine, self.core, self.held, self.span = engine, core, held, held.span
 
     def __repr__(self) -> str:
         return f"Memory({self.nbytes} bytes, {self.path})"

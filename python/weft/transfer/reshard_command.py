@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from weft.runtime.tables import Column, Table, add_wide_argument, make_console, size, size_text, whole_from
+from weft.runtime.tables import Column, Table, add_wide_argument, integer_from, make_console, size, size_text
 
 _EXAMPLES = """\
 examples:
@@ -30,9 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("--preset", choices=_PRESETS, default=_PRESETS[0], help="the model (%(default)s)")
     parser.add_argument(
-        "--trainers", type=whole_from(1), default=256, metavar="N", help="ranks (%(default)s)"
+        "--trainers", type=integer_from(1), default=256, metavar="N", help="ranks (%(default)s)"
     )
-    parser.add_argument("--servers", type=whole_from(1), default=128, metavar="N", help="ranks (%(default)s)")
+    parser.add_argument(
+        "--servers", type=integer_from(1), default=128, metavar="N", help="ranks (%(default)s)"
+    )
     parser.add_argument(
         "--dtype",
         default="bfloat16",

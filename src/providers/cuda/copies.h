@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/cuda_driver.h"
-#include "providers/cuda/board.h"
+#include "providers/cuda/control_page.h"
 #include "providers/cuda/cuda.h"
 
 namespace weft::provider::cuda {

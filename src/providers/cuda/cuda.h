@@ -16,7 +16,7 @@
 namespace weft::provider {
 
 struct CudaOptions {
-  bool host_alone = false;  // one NIC without a GPU, `cuda:host`: for tests of what is not copied by GPUs
+  bool host_only = false;  // one NIC without a GPU, `cuda:host`: for tests of what is not copied by GPUs
 };
 std::shared_ptr<Provider> make_cuda(CudaOptions options = {});
 

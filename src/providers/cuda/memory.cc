@@ -108,7 +108,7 @@ Result<const Enrolled*> OwnMemory::enroll(const Range& range, uint32_t access) {
   Export* place = nullptr;
   for (int i = 0; i < kTries && !place; ++i) {
     made->key = random_key();
-    Export& candidate = board_.exports[made->key % kExports];
+    Export& candidate = page_.exports[made->key % kExports];
     if (candidate.key.load(std::memory_order_relaxed) == 0) place = &candidate;
   }
   if (!place)
@@ -142,7 +142,7 @@ Status OwnMemory::write_export(Enrolled& enrolled, Export& place) const {
 }
 
 void OwnMemory::release(uint64_t key) {
-  Export& place = board_.exports[key % kExports];
+  Export& place = page_.exports[key % kExports];
   uint64_t held = key;
   place.key.compare_exchange_strong(held, 0);
   enrolled_.erase(key);
@@ -173,7 +173,7 @@ Result<std::shared_ptr<PeerMemory>> PeerMemory::open(const Contact& contact) {
         "cuda: this process may not reach into {} of pid {}: another host, user or container, or "
         "/proc/sys/kernel/yama/ptrace_scope is not 0",
         contact.process.machine, contact.memory.pid);
-  WEFT_TRY_ASSIGN(made->shared_, SharedMemory::open(contact.board, sizeof(Board)));
+  WEFT_TRY_ASSIGN(made->shared_, SharedMemory::open(contact.page, sizeof(ControlPage)));
   made->process_ = NamedProcess(contact.process);
   return made;
 }
@@ -183,7 +183,7 @@ PeerMemory::~PeerMemory() {
 }
 
 Result<Found> PeerMemory::find(uint64_t key, uint64_t address, uint64_t bytes, Access wanted) const {
-  const Export& place = board().exports[key % kExports];
+  const Export& place = page().exports[key % kExports];
   Found found;
   const bool is_there = key != 0 && place.key.load(std::memory_order_acquire) == key;
   found.key = key;
@@ -316,7 +316,7 @@ int PeerMemory::move(Across way, void* here, uint64_t there, uint64_t bytes) con
 void PeerMemory::sweep() {
   for (auto at = block_of_.begin(); at != block_of_.end();) {
     const uint64_t key = at->first;
-    if (board().exports[key % kExports].key.load(std::memory_order_acquire) == key) {
+    if (page().exports[key % kExports].key.load(std::memory_order_acquire) == key) {
       ++at;
       continue;
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Memory of a rail as its peers find it, and a peer's memory as a rail finds it.
-//   WEFT_TRY_ASSIGN(Enrolled* mine, own.enroll(range, access));                 // writes it on the board
+//   WEFT_TRY_ASSIGN(Enrolled* mine, own.enroll(range, access));                 // writes it on the control page
 //   WEFT_TRY_ASSIGN(Found theirs, peer.find(key, address, bytes, kRemoteWrite)); // reads it there, each time
 //   WEFT_TRY_ASSIGN(char* here, peer.map(theirs, copies));                      // of a GPU: its address in this process
 // Keys are random and 64 bits long. A write looks for its key before it starts; a key that is taken back afterwards stops
@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "providers/cuda/board.h"
+#include "providers/cuda/control_page.h"
 #include "providers/cuda/copies.h"
 #include "providers/provider.h"
 
@@ -33,7 +33,7 @@ struct Enrolled {
 class OwnMemory {
  public:
   // `copies` may be null: a rail of the host alone.
-  OwnMemory(Board& board, const Copies* copies) : board_(board), copies_(copies) {}
+  OwnMemory(ControlPage& page, const Copies* copies) : page_(page), copies_(copies) {}
 
   // Errors: kUnsupported for memory of a GPU that cannot be shared, kCapacity for one registration too many.
   Result<const Enrolled*> enroll(const Range& range, uint32_t access);
@@ -45,12 +45,12 @@ class OwnMemory {
  private:
   Status write_export(Enrolled& enrolled, Export& place) const;
 
-  Board& board_;
+  ControlPage& page_;
   const Copies* copies_;
   std::unordered_map<uint64_t, std::unique_ptr<Enrolled>> enrolled_;
 };
 
-// A peer's registration, copied from its board.
+// A peer's registration, copied from its control page.
 struct Found {
   uint64_t key = 0, base = 0, bytes = 0, block = 0, block_bytes = 0, segments_at = 0;
   uint64_t address = 0;
@@ -67,7 +67,7 @@ class PeerMemory {
   ~PeerMemory();
 
   const Contact& contact() const { return contact_; }
-  Board& board() const { return *reinterpret_cast<Board*>(shared_.data()); }
+  ControlPage& page() const { return *reinterpret_cast<ControlPage*>(shared_.data()); }
   bool is_this_process() const { return is_this_process_; }
   bool has_ended() const { return process_.has_ended(); }
   std::string who() const {

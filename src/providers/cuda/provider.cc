@@ -13,7 +13,7 @@
 namespace weft::provider {
 namespace {
 
-constexpr char kHostAlone[] = "cuda:host";
+constexpr char kHostOnly[] = "cuda:host";
 
 Caps caps_of_rails() {
   Caps caps;
@@ -45,7 +45,7 @@ class Cuda : public Provider {
   std::string name() const override { return "cuda"; }
 
   std::vector<Nic> probe() override {
-    if (options_.host_alone) return {nic(kHostAlone)};
+    if (options_.host_only) return {nic(kHostOnly)};
     const Result<const CudaDriver*> driver = cuda_driver();
     if (!driver.ok()) {
       Nic none = nic("-");
@@ -60,10 +60,10 @@ class Cuda : public Provider {
 
   Result<std::unique_ptr<Rail>> open(const Nic& wanted, const RailOptions&) override {
     int ordinal = -1;
-    const bool is_host_alone = options_.host_alone && wanted.name == kHostAlone;
-    if (!is_host_alone && std::sscanf(wanted.name.c_str(), "cuda:%d", &ordinal) != 1)
+    const bool is_host_only = options_.host_only && wanted.name == kHostOnly;
+    if (!is_host_only && std::sscanf(wanted.name.c_str(), "cuda:%d", &ordinal) != 1)
       return Status::invalid("nic: got {}, which the provider cuda does not have", wanted.name);
-    if (!is_host_alone)
+    if (!is_host_only)
       if (const std::string why = why_unusable(ordinal); !why.empty()) return Status(Code::kUnsupported, why);
     auto rail = std::make_unique<cuda::CudaRail>(wanted, ordinal);
     WEFT_TRY(rail->open());

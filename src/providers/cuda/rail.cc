@@ -40,8 +40,8 @@ Status CudaRail::open() {
   if (device_ >= 0) {
     WEFT_TRY_ASSIGN(copies_, Copies::open(device_));
   }
-  WEFT_TRY_ASSIGN(shared_, SharedMemory::create(sizeof(Board), "weft-cuda-board"));
-  own_ = std::make_unique<OwnMemory>(*reinterpret_cast<Board*>(shared_.data()), copies_.get());
+  WEFT_TRY_ASSIGN(shared_, SharedMemory::create(sizeof(ControlPage), "weft-cuda-control"));
+  own_ = std::make_unique<OwnMemory>(*reinterpret_cast<ControlPage*>(shared_.data()), copies_.get());
   contact_ = {shared_.name(), this_process(), this_process_name()};
   return {};
 }
@@ -63,7 +63,7 @@ std::string CudaRail::address() const {
 }
 
 Result<std::shared_ptr<PeerMemory>> CudaRail::memory_of(const Contact& contact) {
-  std::weak_ptr<PeerMemory>& known = memories_[contact.board.key];
+  std::weak_ptr<PeerMemory>& known = memories_[contact.page.key];
   if (auto memory = known.lock()) return memory;
   WEFT_TRY_ASSIGN(std::shared_ptr<PeerMemory> opened, PeerMemory::open(contact));
   known = opened;
@@ -120,17 +120,17 @@ void CudaRail::release(Registration& registration) {
   registration = {};
 }
 
-// A place on the peer's board; false while all are taken.
+// A place on the peer's control page; false while all are taken.
 bool CudaRail::greet(Out& out) {
   if (out.is_greeted) return true;
-  Board& board = out.peer->board();
-  Hello& hello = board.hellos[board.next_hello.fetch_add(1) % kHellos];
+  ControlPage& page = out.peer->page();
+  Hello& hello = page.hellos[page.next_hello.fetch_add(1) % kHellos];
   uint32_t empty = Hello::kEmpty;
   if (!hello.state.compare_exchange_strong(empty, Hello::kBeingWritten)) return false;
   hello.lane = out.shared.name();
   hello.from = contact_;
   hello.state.store(Hello::kFull, std::memory_order_release);
-  board.hellos_put.fetch_add(1, std::memory_order_release);
+  page.hellos_put.fetch_add(1, std::memory_order_release);
   return out.is_greeted = true;
 }
 
@@ -402,11 +402,11 @@ size_t CudaRail::poll(Event* events, size_t max) {
 }
 
 void CudaRail::take_hellos() {
-  Board& board = *reinterpret_cast<Board*>(shared_.data());
-  const uint32_t put = board.hellos_put.load(std::memory_order_acquire);
+  ControlPage& page = *reinterpret_cast<ControlPage*>(shared_.data());
+  const uint32_t put = page.hellos_put.load(std::memory_order_acquire);
   if (put == hellos_taken_) return;
   hellos_taken_ = put;
-  for (Hello& hello : board.hellos) {
+  for (Hello& hello : page.hellos) {
     if (hello.state.load(std::memory_order_acquire) != Hello::kFull) continue;
     const SharedMemory::Name lane = hello.lane;
     const Contact from = hello.from;
@@ -415,7 +415,7 @@ void CudaRail::take_hellos() {
     auto peer = memory_of(from);
     auto shared = SharedMemory::open(lane, sizeof(Lane));
     const bool is_its_own =
-        lane.pid == from.board.pid && from.board.pid == static_cast<uint32_t>(from.memory.pid);
+        lane.pid == from.page.pid && from.page.pid == static_cast<uint32_t>(from.memory.pid);
     if (!is_its_own || !peer.ok() || !shared.ok()) {
       log_info(
           "cuda: a hello of pid {} leads nowhere: {}", from.memory.pid,
@@ -430,9 +430,9 @@ void CudaRail::take_hellos() {
 
 // The route to the rail that a lane is of, if the engine has one.
 Route CudaRail::route_to(const In& in) const {
-  const uint64_t board = in.peer->contact().board.key;
+  const uint64_t page = in.peer->contact().page.key;
   for (auto at = outs_.rbegin(); at != outs_.rend(); ++at)
-    if (at->second->peer->contact().board.key == board) return at->first;
+    if (at->second->peer->contact().page.key == page) return at->first;
   return kNoRoute;
 }
 

@@ -130,13 +130,13 @@ class CudaRail : public Rail {
   Nic nic_;
   const int device_;  // -1: none
   std::unique_ptr<Copies> copies_;
-  SharedMemory shared_;  // the board
+  SharedMemory shared_;  // the control page
   std::unique_ptr<OwnMemory> own_;
   Contact contact_;
   std::map<Route, std::shared_ptr<Out>> outs_;
   std::vector<std::shared_ptr<Out>> leaving_;  // forgotten, with copies under way
   std::vector<std::shared_ptr<In>> ins_;
-  std::map<uint64_t, std::weak_ptr<PeerMemory>> memories_;  // by the key of their board
+  std::map<uint64_t, std::weak_ptr<PeerMemory>> memories_;  // by the key of their control page
   std::array<std::deque<Running>, kStreams> running_;
   std::deque<HostCopy> host_copies_;
   std::deque<Receive> receives_;

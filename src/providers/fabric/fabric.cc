@@ -15,7 +15,7 @@
 #include "base/random.h"
 #include "base/same_host.h"
 #include "providers/fabric/address.h"
-#include "providers/fabric/kept_keys.h"
+#include "providers/fabric/key_cache.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/listener_guard.h"
 #include "providers/fabric/nic.h"
@@ -143,7 +143,7 @@ class FabricRail : public Rail {
   }
 
   Result<Registration> enroll(const Range& range, uint32_t access) override {
-    if (access & kLent) return lend(range, access);
+    if (access & kTemporary) return register_temporary(range, access);
     const iovec part{range.data, range.bytes};
     fi_mr_attr attr{};
     attr.mr_iov = &part;
@@ -241,7 +241,7 @@ class FabricRail : public Rail {
   }
 
   // By a stream of pages: what libfabric's tcp has begun to write, nobody can stop.
-  Posted post_lent(const RmaOp& op) override {
+  Posted post_temporary(const RmaOp& op) override {
     if (!destinations_[op.to].has_pages) return answer(-EOPNOTSUPP);
     pages_->post(destinations_[op.to].pages, &op.piece, 1, op.context,
                  op.has_imm ? std::optional(op.imm) : std::nullopt, true);
@@ -282,10 +282,10 @@ class FabricRail : public Rail {
 
   Status check_keys_end() {
     WEFT_TRY_ASSIGN(
-        const bool are_kept,
-        fi::keeps_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
-                       [&](Registration& registration) { release(registration); }));
-    if (!are_kept) return {};
+        const bool are_cached,
+        fi::caches_keys([&](void* data, uint64_t bytes) { return enroll({data, bytes}, kRemoteRead); },
+                        [&](Registration& registration) { release(registration); }));
+    if (!are_cached) return {};
     return logged(Status::make(
         Code::kUnsupported,
         "fabric: {}: memory that is given back stays within peers' reach, as libfabric's cache of "
@@ -295,9 +295,10 @@ class FabricRail : public Rail {
   }
 
   // libfabric does not learn of it.
-  Result<Registration> lend(const Range& range, uint32_t access) {
+  Result<Registration> register_temporary(const Range& range, uint32_t access) {
     if (!pages_ || range.kind != MemoryKind::kHost)
-      return Status::make(Code::kUnsupported, "fabric: {} takes no loans of such memory", nic_.name);
+      return Status::make(Code::kUnsupported, "fabric: {} takes no temporary registrations of such memory",
+                          nic_.name);
     Registration made;
     made.rkey = random_key();
     pages_->allow(made, range, access);

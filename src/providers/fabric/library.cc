@@ -12,8 +12,8 @@
 
 #include "base/config.h"
 #include "base/log.h"
-#include "providers/fabric/kept_signals.h"
 #include "providers/fabric/region_name.h"
+#include "providers/fabric/signal_guard.h"
 
 namespace weft::provider::fi {
 namespace {
@@ -41,7 +41,7 @@ std::string file_of(const void* function, const std::string& otherwise) {
 }
 
 Result<Library> open_at(const std::string& path) {
-  const KeptSignals kept;
+  const SignalGuard guard;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle)
     return Status::make(Code::kUnsupported,
@@ -167,7 +167,7 @@ bool means_peer_gone(int error) {
 }
 
 Result<InfoList> find_networks(const Library& library, const std::string& kind) {
-  const KeptSignals kept;
+  const SignalGuard guard;
   int code = 0;
   const bool is_shm = kind == "shm";
   const bool may_reach_devices = !is_sockets(kind) && !is_shm;

@@ -31,7 +31,7 @@ Caps caps_of(const fi_info& info, const std::string& kind) {
   caps.same_host = kind == "shm";
   caps.packs_small_pages = kind == "shm";
   caps.pages_apart = kind == "tcp";
-  caps.takes_loans = kind == "tcp";
+  caps.takes_temporary = kind == "tcp";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   // To processes of this host a write is a copy by this one, under way until the call returns.
   if (kind == "shm") caps.write_bytes_max = std::min(caps.write_bytes_max, kCopiedPerPost);

@@ -148,7 +148,7 @@ bool PageStreams::connect(size_t stream) {
 }
 
 void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
-                       std::optional<uint64_t> imm, bool is_loan) {
+                       std::optional<uint64_t> imm, bool is_temporary) {
   Frame frame;
   FrameHead head;
   head.pages = static_cast<uint16_t>(count);
@@ -164,7 +164,7 @@ void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Conte
     if (pieces[i].bytes) frame.parts.push_back({pieces[i].local, pieces[i].bytes});
   }
   frame.context = context;
-  frame.is_loan = is_loan;
+  frame.is_temporary = is_temporary;
   Outgoing& out = outgoing_[stream];
   out.frames.push_back(std::move(frame));
   ++unanswered_;
@@ -251,7 +251,7 @@ void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
     Event& event = events.emplace_back();
     event.kind = out.reply.is_refused ? EventKind::kFailed : EventKind::kDone;
     event.context = out.frames.front().context;
-    event.key_refused = out.reply.is_refused && out.frames.front().is_loan;
+    event.key_refused = out.reply.is_refused && out.frames.front().is_temporary;
     if (out.reply.is_refused) event.text = "pages over tcp: the peer does not let this memory be written";
     out.frames.pop_front();
     --out.sent;

@@ -83,10 +83,10 @@ class PageStreams {
   // A connection to a peer's port, made with the first frame. close() fails what is under way on it.
   size_t open(in_addr interface, uint16_t port);
   void close(size_t stream);
-  // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself. `is_loan`: a
-  // refusal says key_refused.
+  // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself.
+  // `is_temporary`: a refusal says key_refused.
   void post(size_t stream, const Piece* pieces, uint32_t count, Context* context,
-            std::optional<uint64_t> imm = {}, bool is_loan = false);
+            std::optional<uint64_t> imm = {}, bool is_temporary = false);
 
   // Sends and receives what it can; cheap while nothing is under way. Appends an event for each frame that
   // ended: kDone when its pages are in place over there, and kImm for each immediate of a peer's frame. Returns whether anything of a peer's came in.
@@ -108,7 +108,7 @@ class PageStreams {
     std::vector<iovec> parts;  // heads, then pages
     size_t next = 0;           // part that is being sent
     Context* context = nullptr;
-    bool is_loan = false;
+    bool is_temporary = false;
   };
   struct Outgoing {
     sockaddr_in to{};

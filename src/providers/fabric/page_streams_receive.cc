@@ -19,9 +19,9 @@
 namespace weft::provider {
 namespace {
 
-constexpr size_t kStreamsMax = 4096;    // that strangers may open
-constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
-constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
+constexpr size_t kStreamsMax = 4096;         // that strangers may open
+constexpr int kCallsPerTurn = 64;            // of one stream, before others get theirs
+constexpr size_t kQueuedReplyBytes = 65536;  // bytes, for a peer that does not read them
 constexpr uint64_t kSkippedAtOnce = 65536;
 constexpr int kAcceptsPerTurn = 16;
 constexpr size_t kLeastHeadBytes = sizeof(FrameHead) + sizeof(PageHead);  // of a frame, asked for in one call
@@ -189,7 +189,7 @@ bool PageStreams::send_replies(Incoming& in) {
 bool PageStreams::receive(Incoming& in) {
   if (!in.is_open && !challenge(in)) return false;
   if (!in.is_open) return true;
-  if (!send_replies(in) || in.replies.size() > kRepliesKept) return false;
+  if (!send_replies(in) || in.replies.size() > kQueuedReplyBytes) return false;
   for (int calls = 0; in.can_read && calls < kCallsPerTurn; ++calls) {
     const bool is_in_heads = in.heads.size() < in.heads_bytes;
     const Came came = is_in_heads ? receive_heads(in) : receive_pages(in);

@@ -23,9 +23,9 @@ struct Packet {
   std::string message;  // kSend
   std::string refusal;  // kReply: why it failed; empty when it worked
   bool peer_gone = false;
-  bool is_loan = false;   // post_lent()
-  bool damaged = false;   // the fault plan's `fail`
-  uint64_t due_poll = 0;  // not before the target's poll of this number
+  bool is_temporary = false;  // post_temporary()
+  bool damaged = false;       // the fault plan's `fail`
+  uint64_t due_poll = 0;      // not before the target's poll of this number
 };
 
 struct Enrolled {
@@ -201,7 +201,7 @@ class LoopbackRail : public Rail {
 
   Posted post_write(const RmaOp& op) override { return write(op, false); }
   // One copy, under the mutex that release() takes too.
-  Posted post_lent(const RmaOp& op) override { return write(op, true); }
+  Posted post_temporary(const RmaOp& op) override { return write(op, true); }
   Posted post_read(const RmaOp& op) override { return post(op.to, rma(Kind::kRead, op)); }
 
   uint32_t pages_per_post(Route) const override { return impl_.options.pages_per_post; }
@@ -249,9 +249,9 @@ class LoopbackRail : public Rail {
     Context* context;
   };
 
-  Posted write(const RmaOp& op, bool is_loan) {
+  Posted write(const RmaOp& op, bool is_temporary) {
     Packet packet = rma(Kind::kWrite, op);
-    packet.is_loan = is_loan;
+    packet.is_temporary = is_temporary;
     packet.damaged = is_over_its_pace();
     const Posted posted = post(op.to, std::move(packet));
     if (posted == Posted::kOk) writes_.insert(op.context);
@@ -313,7 +313,7 @@ class LoopbackRail : public Rail {
     event.bytes = packet.op.piece.bytes;
     event.text = packet.refusal;
     event.peer_gone = packet.peer_gone;
-    event.key_refused = packet.is_loan && packet.refusal == kNoSuchKey;
+    event.key_refused = packet.is_temporary && packet.refusal == kNoSuchKey;
   }
 
   // Carries out a peer's packet on our memory and answers it; true when `event` tells our engine something.
@@ -344,7 +344,7 @@ class LoopbackRail : public Rail {
     Packet answer;
     answer.kind = Kind::kReply;
     answer.op = packet.op;
-    answer.is_loan = packet.is_loan;
+    answer.is_temporary = packet.is_temporary;
     answer.refusal = std::move(refusal);
     std::lock_guard lock(impl_.mutex);
     (void)impl_.transmit(id_, packet.from, std::move(answer));
@@ -419,7 +419,7 @@ std::vector<Nic> Loopback::probe() {
     nics[i].provider = "loopback";
     nics[i].name = "loop" + std::to_string(i);
     nics[i].caps = impl_->options.caps;
-    nics[i].caps.takes_loans = true;
+    nics[i].caps.takes_temporary = true;
     nics[i].caps.same_process = true;
   }
   return nics;

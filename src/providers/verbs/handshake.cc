@@ -225,11 +225,11 @@ Clock::duration VerbsRail::some_time(Clock::duration usual) {
 void VerbsRail::on_handshake(const ibv_wc& wc) {
   const uint32_t i = static_cast<uint32_t>(wc.wr_id);
   Handshake handshake;
-  const bool is_whole = wc.byte_len >= kRouteHeaderBytes + sizeof handshake;
-  if (is_whole)
+  const bool is_complete = wc.byte_len >= kRouteHeaderBytes + sizeof handshake;
+  if (is_complete)
     std::memcpy(static_cast<void*>(&handshake), handshake_buffer(i) + kRouteHeaderBytes, sizeof handshake);
   repost_handshake(i);
-  if (!is_whole || std::memcmp(handshake.tag, Handshake().tag, 4) != 0 ||
+  if (!is_complete || std::memcmp(handshake.tag, Handshake().tag, 4) != 0 ||
       std::memcmp(handshake.from.tag, Place().tag, 4) != 0)
     return;
   if (!is_same(handshake.proof, prove_handshake(handshake, place_)))

@@ -52,9 +52,9 @@ struct Place {
 };
 static_assert(sizeof(Place) == 48);
 
-// The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
-// gone. The proof is of everything before it and of the place it goes to, by the job's secret: so strangers cannot make
-// one. Who overhears one can send it again, which joins a link to where it was joined.
+// The datagram of the handshake. It may be lost. It may also be read long after its sender's link has ended. Its proof,
+// by the job's secret, is over all other fields and the destination, so strangers cannot make one. A replayed datagram
+// joins the link to the same place again.
 struct Handshake {
   char tag[4] = {'w', 'g', 'r', '5'};
   uint32_t is_answer = 0;

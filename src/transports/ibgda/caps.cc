@@ -19,7 +19,7 @@ std::string hex(uint32_t value) {
   return out.str();
 }
 
-// Not a remote access error: ranges are checked before they are posted, so the peer no longer lends its memory.
+// Not a remote access error: ranges are checked before they are posted, so the peer's memory is no longer registered.
 bool is_own_fault(uint32_t syndrome) {
   switch (static_cast<Syndrome>(syndrome)) {
     case Syndrome::kLocalLength:

@@ -215,8 +215,8 @@ class Mlx5Nic : public Nic {
       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 
   Result<ibv_mr*> register_memory(std::byte* data, uint64_t bytes, Device place) {
-    const bool is_lent = nic_->way != RoomWay::kNone;
-    if (place == nic_->device && (is_lent || !place.is_host())) return register_device(data, bytes);
+    const bool is_exported = nic_->way != RoomWay::kNone;
+    if (place == nic_->device && (is_exported || !place.is_host())) return register_device(data, bytes);
     ibv_mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
     if (mr) return mr;
     return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
@@ -235,9 +235,9 @@ class Mlx5Nic : public Nic {
     } else if (!nic_->verbs.reg_dmabuf_mr) {
       return Status::make(Code::kUnsupported, "libibverbs lacks ibv_reg_dmabuf_mr (rdma-core 34 has it)");
     } else {
-      WEFT_TRY_ASSIGN(const RoomFile lent, nic_->rooms->lend(data, bytes));
-      mr = nic_->verbs.reg_dmabuf_mr(nic_->pd, lent.offset, bytes, reinterpret_cast<uint64_t>(data),
-                                     lent.file.get(), kAccess);
+      WEFT_TRY_ASSIGN(const RoomFile exported, nic_->rooms->export_file(data, bytes));
+      mr = nic_->verbs.reg_dmabuf_mr(nic_->pd, exported.offset, bytes, reinterpret_cast<uint64_t>(data),
+                                     exported.file.get(), kAccess);
     }
     if (mr) return mr;
     return Status::make(Code::kUnsupported, "{} does not take {} bytes of a window of {} by {}: {}",

@@ -67,7 +67,7 @@ class CudaRooms : public QueueRooms {
     WEFT_TRY(zero_device_memory(device_.ordinal, room->data(), whole));
     return std::unique_ptr<QueueRoom>(std::move(room));
   }
-  Result<RoomFile> lend(std::byte* at, uint64_t bytes) override {
+  Result<RoomFile> export_file(std::byte* at, uint64_t bytes) override {
     return export_memory("a window", device_.ordinal, at, bytes);
   }
   // Below "owner", the host has to flush after a NIC has written, before kernels of the GPU look.

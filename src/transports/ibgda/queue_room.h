@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory of a device that is lent to a NIC. Rooms are for queues: kernels write them, the NIC reads them, the host copies from
-// and to them. Windows are made by others. Not run on hardware.
+// Memory of a device that is exported to a NIC. Rooms are for queues: kernels write them, the NIC reads them, the host
+// copies from and to them. Windows are made by others. Not run on hardware.
 //   WEFT_TRY_ASSIGN(auto room, rooms.make(bytes));
 //   WEFT_TRY_ASSIGN(const RoomFile file, room->file());   // for a driver that takes DMA-BUF
-//   WEFT_TRY_ASSIGN(const RoomFile file, rooms.lend(window, bytes));   // the same of a window
+//   WEFT_TRY_ASSIGN(const RoomFile file, rooms.export_file(window, bytes));   // the same of a window
 // Threads: any.
 #pragma once
 
@@ -44,7 +44,7 @@ class QueueRooms {
   virtual Result<std::unique_ptr<QueueRoom>> make(uint64_t bytes) = 0;
   // Memory of the device that a window lies in, [at, at + bytes), as another driver maps it. Errors: kUnsupported with the
   // driver's words.
-  virtual Result<RoomFile> lend(std::byte* at, uint64_t bytes) = 0;
+  virtual Result<RoomFile> export_file(std::byte* at, uint64_t bytes) = 0;
   // Why kernels of the device may see what a NIC writes to its memory in another order; empty: they do not.
   virtual std::string no_order() const = 0;
   // Why a NIC cannot reach them by address (peer memory); empty: it may.

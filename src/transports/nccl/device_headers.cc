@@ -250,7 +250,7 @@ Result<int> version_of(const fs::path& folder) {
 }
 
 // Where headers of this library may lie: as a wheel has them, and as the system does.
-std::vector<std::string> folders_beside(const std::string& library_path) {
+std::vector<std::string> folders_next_to(const std::string& library_path) {
   std::vector<std::string> folders;
   const fs::path lib = fs::path(library_path).parent_path();
   folders.push_back((lib.parent_path() / "include").string());
@@ -279,7 +279,7 @@ const char* to_string(GinType type) {
 Result<std::string> find_headers(const std::string& library_path, int version) {
   const std::string& named = config().nccl_include;
   const std::vector<std::string> folders =
-      named.empty() ? folders_beside(library_path) : std::vector<std::string>{expand_home(named)};
+      named.empty() ? folders_next_to(library_path) : std::vector<std::string>{expand_home(named)};
   std::string tried;
   for (const std::string& folder : folders) {
     tried += (tried.empty() ? "" : ", ") + folder;

@@ -50,13 +50,14 @@ class ProxyChannel {
     }
     group.sync();
   }
-  // A put from and to memory that was lent (Link::lend; the peer's loan as it told of it), or with 0 the windows. By one
-  // thread, like lend(), which tells the peer of a loan of this rank before whatever is asked for later.
-  WEFT_DEVICE void put_lent(uint32_t dst_loan, WindowOffset dst, uint32_t src_loan, WindowOffset src,
-                            uint64_t bytes);
-  WEFT_DEVICE void lend(uint32_t loan) {
+  // A put from and to temporary registrations (Link::register_temporary; the peer's as it was announced), or with 0 the
+  // windows. By one thread, like announce(), which tells the peer of a registration of this rank before all later
+  // commands.
+  WEFT_DEVICE void put_registered(uint32_t dst_registration, WindowOffset dst, uint32_t src_registration,
+                                  WindowOffset src, uint64_t bytes);
+  WEFT_DEVICE void announce(uint32_t registration) {
     uint64_t position = 0;
-    push({loan - 1, proxy::head_of(proxy::Op::kLend, peer_)}, true, position);
+    push({registration - 1, proxy::head_of(proxy::Op::kAnnounce, peer_)}, true, position);
   }
 
  private:
@@ -141,20 +142,22 @@ WEFT_DEVICE void ProxyChannel::move_range(proxy::Op op, WindowOffset dst, Window
   }
 }
 
-// What is lent has bounds that its owner's host knows.
-WEFT_DEVICE void ProxyChannel::put_lent(uint32_t dst_loan, WindowOffset dst, uint32_t src_loan,
-                                        WindowOffset src, uint64_t bytes) {
-  if (!dst_loan) dst += mesh_->before;
-  if (!src_loan) src += mesh_->before;
-  const uint64_t dst_room = dst_loan ? proxy::kWindowBytesMax : mesh_->bytes;
-  const uint64_t src_room = src_loan ? proxy::kWindowBytesMax : mesh_->bytes;
+// The bounds of a temporary registration are known to its owner's host.
+WEFT_DEVICE void ProxyChannel::put_registered(uint32_t dst_registration, WindowOffset dst,
+                                              uint32_t src_registration, WindowOffset src, uint64_t bytes) {
+  if (!dst_registration) dst += mesh_->before;
+  if (!src_registration) src += mesh_->before;
+  const uint64_t dst_room = dst_registration ? proxy::kWindowBytesMax : mesh_->bytes;
+  const uint64_t src_room = src_registration ? proxy::kWindowBytesMax : mesh_->bytes;
   const bool is_inside =
       bytes <= dst_room && bytes <= src_room && dst <= dst_room - bytes && src <= src_room - bytes;
   if (!is_inside || (dst | src | bytes) % proxy::kUnit != 0 || bytes > proxy::kCommandBytesMax)
     return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, dst_room, dst, 0);
   proxy::Command command = proxy::range_command(proxy::Op::kPut, peer_, 0, dst, src, bytes);
-  command.b |= src_loan ? proxy::src_loan_bits(src_loan - 1) : uint64_t{mesh_->region} << 41;
-  command.b |= dst_loan ? proxy::dst_loan_bits(dst_loan - 1) : uint64_t{mesh_->region} << 37;
+  command.b |=
+      src_registration ? proxy::src_temporary_bits(src_registration - 1) : uint64_t{mesh_->region} << 41;
+  command.b |=
+      dst_registration ? proxy::dst_temporary_bits(dst_registration - 1) : uint64_t{mesh_->region} << 37;
   uint64_t position = 0;
   push(command, true, position);
 }

@@ -140,22 +140,24 @@ class ProxyLink : public Link {
     touched_.erase(window);
   }
 
-  bool lends() const override { return lends_; }
+  bool takes_temporary() const override { return takes_temporary_; }
 
-  Result<uint32_t> lend(std::byte* memory, uint64_t bytes) override {
+  Result<uint32_t> register_temporary(std::byte* memory, uint64_t bytes) override {
     WEFT_TRY_ASSIGN(std::shared_ptr<transfer::Memory> made,
-                    engine_->enroll({memory, bytes}, provider::kRemoteWrite | provider::kLent));
-    if (const std::optional<uint32_t> loan = loans_.open(made)) return *loan + 1;
+                    engine_->enroll({memory, bytes}, provider::kRemoteWrite | provider::kTemporary));
+    if (const std::optional<uint32_t> registration = temporary_.open(made)) return *registration + 1;
     WEFT_TRY(engine_->unregister(made, farewell()));
-    return Status::make(Code::kCapacity, "proxy: got one more loan, allowed: {} at a time", kLoans);
+    return Status::make(Code::kCapacity, "proxy: got one more temporary registration, allowed: {} at a time",
+                        kTemporaries);
   }
 
   // A living peer takes what is queued, or refuses it, in no time. The memory is gone in any case.
-  void reclaim(const std::vector<uint32_t>& loans, bool is_done) override {
+  void reclaim(const std::vector<uint32_t>& registrations, bool is_done) override {
     const Deadline until = is_done ? farewell() : Deadline::after_s(std::min(kDrain_s, timeout_s_));
     if (!is_done)
       for (const auto& proxy : proxies_) proxy->drain(until);
-    for (const uint32_t loan : loans) (void)engine_->unregister(loans_.close(loan - 1), until);
+    for (const uint32_t registration : registrations)
+      (void)engine_->unregister(temporary_.close(registration - 1), until);
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -231,7 +233,7 @@ class ProxyLink : public Link {
 
   // Bytes from its first one that ports may write to.
   static uint64_t reach_of(const WindowView& window) {
-    return window.before + (window.host_bytes > 0 ? std::min(window.host_bytes, window.bytes) : window.bytes);
+    return window.before + window.port_bytes;
   }
 
   // Places count from the host part on, where there is one.
@@ -242,7 +244,7 @@ class ProxyLink : public Link {
     own.host = {0, host_bytes, nullptr};
     WEFT_TRY_ASSIGN(own.host.memory, engine_->enroll({own.base, host_bytes}, kAccess));
     if (!window.payload_in_place) return own;
-    own.device = {window.before, std::min(window.host_bytes, window.bytes), nullptr};
+    own.device = {window.before, window.port_bytes, nullptr};
     WEFT_TRY_ASSIGN(own.device.memory, register_in_place(window.local, own.device.bytes, window.place));
     return own;
   }
@@ -314,10 +316,11 @@ class ProxyLink : public Link {
     options.timeout_s = timeout_s_;
     options.has_worker = false;  // proxy threads poll
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
-    lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
-             std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_loans; });
+    takes_temporary_ =
+        device.is_host() && network.nics.size() <= transfer::TemporaryKeys::kRailsMax &&
+        std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.takes_temporary; });
     if_unreached_ = network.if_unreached;
-    traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
+    traffic_.reset(new Traffic{*engine_, regions_, temporary_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     is_crowded_ = device.is_host() && proxies == 1 && cores_per_rank(ranks_on_host(group)) < 2;
     at_ = shared_words(static_cast<uint64_t>(ranks_));
@@ -361,7 +364,8 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
                     exchange(opened.ok() ? engine_->address() : std::string()));
     Status connected = opened.ok() ? start_engine(addresses) : opened;
-    std::string inboxes(1, lends_ ? '1' : '0');  // then a descriptor for each rank, with its length before it
+    std::string inboxes(
+        1, takes_temporary_ ? '1' : '0');  // then a descriptor for each rank, with its length before it
     for (int peer = 0; peer < ranks_; ++peer) {
       std::string inbox;
       if (connected.ok() && queues_.contains(peer) && peer != rank_) {
@@ -375,7 +379,8 @@ class ProxyLink : public Link {
     }
     WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? inboxes : std::string()));
     if (connected.ok()) connected = attach_inboxes(all);
-    lends_ = std::ranges::all_of(all, [](const std::string& theirs) { return theirs.starts_with('1'); });
+    takes_temporary_ =
+        std::ranges::all_of(all, [](const std::string& theirs) { return theirs.starts_with('1'); });
     stop_helper();
     if (connected.ok()) start_proxies();
     return connected;
@@ -465,8 +470,8 @@ class ProxyLink : public Link {
   Device device_;
   bool is_of_copy_engines_ = false;
   Regions regions_;
-  Loans loans_;
-  bool lends_ = false;
+  TemporaryRegistrations temporary_;
+  bool takes_temporary_ = false;
   std::map<int, uint32_t> region_of_;  // by the number of a window
   std::set<int> touched_;              // windows
   std::unique_ptr<transfer::Engine> engine_;

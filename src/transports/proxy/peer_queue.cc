@@ -131,15 +131,17 @@ bool PeerQueue::send_front() {
 
 bool PeerQueue::goes_in_record(const Queued& queued) const {
   const Command c = queued.command;
-  if (is_signal(c) || op_of(c) == Op::kLend) return true;
-  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent)) &&
+  if (is_signal(c) || op_of(c) == Op::kAnnounce) return true;
+  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax &&
+         !(c.b & (kSrcTemporary | kDstTemporary)) &&
          traffic_.regions.is_in_host(src_region_of(c), src_of(c), bytes_of(c)) &&
          traffic_.regions.is_in_host(dst_region_of(c), dst_of(c), bytes_of(c));
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {
-  const bool is_alone = queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
-  turns_for_more_ = is_alone && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
+  const bool has_one_put =
+      queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
+  turns_for_more_ = has_one_put && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
   return turns_for_more_ > 0;
 }
 
@@ -163,23 +165,24 @@ void PeerQueue::release(uint64_t bytes) {
 std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   const Command c = queued.command;
   const bool is_get = op_of(c) == Op::kGet;  // source and destination are then the other way round
-  const bool is_from_loan = !is_get && (c.b & kSrcLent), is_to_loan = !is_get && (c.b & kDstLent);
+  const bool is_from_temporary = !is_get && (c.b & kSrcTemporary),
+             is_to_temporary = !is_get && (c.b & kDstTemporary);
   Piece piece{nullptr,
               nullptr,
               (is_get ? dst_of(c) : src_of(c)) + queued.done,
               (is_get ? src_of(c) : dst_of(c)) + queued.done,
               std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight),
-              is_to_loan,
+              is_to_temporary,
               false};
-  if (is_from_loan) {
-    piece.own = traffic_.loans.own(src_loan_of(c));
+  if (is_from_temporary) {
+    piece.own = traffic_.registrations.own(src_temporary_of(c));
     if (!piece.own) {
       lose(Status::make(Code::kPeerLost, "a call failed here before all that it had for rank {} was sent",
                         rank_));
       return {};
     }
   }
-  if (is_to_loan) piece.theirs = traffic_.loans.of(dst_loan_of(c), rank_);
+  if (is_to_temporary) piece.theirs = traffic_.registrations.of(dst_temporary_of(c), rank_);
   if (!find_parts(src_region_of(c), dst_region_of(c), piece)) {
     lose(
         Status::invalid("proxy: a {} of {} bytes from or to window {} of rank {}, which is gone or not "
@@ -191,7 +194,7 @@ std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   return piece;
 }
 
-// Looks up what is not lent, and counts places from the beginning of their parts.
+// Looks up windows, and counts places from the beginning of their parts.
 bool PeerQueue::find_parts(uint32_t own_region, uint32_t their_region, Piece& piece) const {
   const Regions::Own window = traffic_.regions.own(own_region);
   if (!piece.own) {
@@ -201,7 +204,7 @@ bool PeerQueue::find_parts(uint32_t own_region, uint32_t their_region, Piece& pi
     piece.own_offset -= part->begin;
     piece.is_in_host = part == &window.host;
   }
-  if (piece.is_to_loan) return true;
+  if (piece.is_to_temporary) return true;
   const Regions::Own alike = traffic_.regions.own(their_region);  // windows have the same parts on all ranks
   const Regions::Part* part = alike.part(piece.their_offset, piece.bytes);
   if (!part) return false;
@@ -221,7 +224,7 @@ void PeerQueue::note_posted(Queued& queued, uint64_t bytes) {
 bool PeerQueue::post_put(Queued& put) {
   const std::optional<Piece> piece = next_piece(put);
   if (!piece) return false;
-  if (piece->is_to_loan && (!piece->theirs || piece->theirs->is_revoked())) {
+  if (piece->is_to_temporary && (!piece->theirs || piece->theirs->is_revoked())) {
     release(piece->bytes);
     return post_nothing(put);
   }
@@ -246,6 +249,7 @@ bool PeerQueue::post_get(Queued& get) {
     return false;
   }
   gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false});
+  gets_in_flight_.back().is_in_host = piece->is_in_host;
   ++gets_posted_;
   note_posted(get, piece->bytes);
   return true;
@@ -260,8 +264,8 @@ bool PeerQueue::take_gets() {
     gets_in_flight_.pop_front();
     release(done.bytes);
     any = true;
-    count_up(gets_.calls, 1);
-    count_up(gets_.bytes, done.bytes);
+    count_one(gets_, done.bytes);
+    if (done.is_in_host) count_one(host_gets_, done.bytes);
     add_time(gets_, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(gets_.errors, 1);
@@ -301,9 +305,10 @@ bool PeerQueue::post(transfer::WriteRequest request, uint32_t imm, bool has_put)
   const uint64_t bytes = request.bytes;
   request.how.imm = imm + static_cast<uint32_t>(next_out_ % kRing);
   request.how.timeout_s = traffic_.timeout_s;
-  const std::shared_ptr<transfer::Remote> loan =
-      request.dst->access() & transfer::kLent ? request.dst : nullptr;
-  const InFlight noted{nullptr, bytes, tally_now_ns(), imm == kDataImm, has_put, *request.how.imm, loan};
+  const std::shared_ptr<transfer::Remote> registration =
+      request.dst->access() & transfer::kTemporary ? request.dst : nullptr;
+  const InFlight noted{nullptr,          bytes,       tally_now_ns(), imm == kDataImm, has_put,
+                       *request.how.imm, registration};
   return note_in_flight(traffic_.engine.write(std::move(request)), noted);
 }
 
@@ -340,16 +345,12 @@ bool PeerQueue::take_finished() {
     ++finished_;
     any = true;
     TallyOperation& counted = done.is_put ? puts_ : signal_writes_;
-    count_up(counted.calls, 1);
-    count_up(counted.bytes, done.bytes);
+    count_one(counted, done.bytes);
     add_time(counted, tally_now_ns() - done.since_ns);
-    if (done.is_in_host) {
-      count_up(host_puts_.calls, 1);
-      count_up(host_puts_.bytes, done.bytes);
-    }
+    if (done.is_in_host) count_one(host_puts_, done.bytes);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
-      if (done.loan && done.loan->is_revoked() && peer_->is_alive()) {  // its call has failed
+      if (done.registration && done.registration->is_revoked() && peer_->is_alive()) {  // its call has failed
         notify(done.imm);
         continue;
       }
@@ -401,7 +402,7 @@ void PeerQueue::carry_out_here(const Queued& queued) {
     if (op_of(c) != Op::kClose) apply(c);
     return;
   }
-  if (c.b & (kSrcLent | kDstLent)) return;  // kernels lend to peers
+  if (c.b & (kSrcTemporary | kDstTemporary)) return;  // kernels announce to peers
   const Regions::Own window = traffic_.regions.own(src_region_of(c));
   if (const std::byte* from = window.at(src_of(c), bytes_of(c))) apply_put(c, from);
 }

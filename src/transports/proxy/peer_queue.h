@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/tally.h"
-#include "transports/proxy/loans.h"
 #include "transports/proxy/network.h"
 #include "transports/proxy/regions.h"
+#include "transports/proxy/temporary_registrations.h"
 
 namespace weft::proxy {
 
@@ -25,7 +25,7 @@ namespace weft::proxy {
 struct Traffic {
   transfer::Engine& engine;
   Regions& regions;
-  Loans& loans;
+  TemporaryRegistrations& registrations;
   const Pace pace;
   const double timeout_s;
   const int self;
@@ -41,7 +41,7 @@ inline bool is_signal(Command command) {
 // What follows a command in a record.
 inline uint64_t bytes_behind(Command command) {
   if (is_signal(command)) return 0;
-  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
+  return op_of(command) == Op::kAnnounce ? sizeof(transfer::TemporaryKeys) : bytes_of(command);
 }
 
 class PeerQueue {
@@ -95,8 +95,8 @@ class PeerQueue {
     bool is_put;   // a write of data
     bool has_put;  // ... or a record with a small put
     uint32_t imm = 0;
-    std::shared_ptr<transfer::Remote> loan = nullptr;  // of the peer, to which it goes; else null
-    bool is_in_host = false;                           // a put of which an end is memory of the host
+    std::shared_ptr<transfer::Remote> registration = nullptr;  // of the peer, to which it goes; else null
+    bool is_in_host = false;                                   // a put or get of which an end is memory of the host
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -107,7 +107,7 @@ class PeerQueue {
     std::shared_ptr<transfer::Memory> own;
     std::shared_ptr<transfer::Remote> theirs;
     uint64_t own_offset, their_offset, bytes;
-    bool is_to_loan;
+    bool is_to_temporary;
     bool is_in_host;  // an end of it
   };
   // Once so many gets are finished, the word of this rank's own holds the value.
@@ -122,6 +122,7 @@ class PeerQueue {
         host_puts_(tally_operation("proxy.put.host", "proxy")),
         signal_writes_(tally_operation("proxy.signal", "proxy")),
         gets_(tally_operation("proxy.get", "proxy")),
+        host_gets_(tally_operation("proxy.get.host", "proxy")),
         rank_(rank),
         flushed_(flushed),
         is_self_(rank == traffic.self) {}
@@ -139,7 +140,7 @@ class PeerQueue {
   bool post_record();
   uint32_t write_record(Record& record);
   bool add_put(Record& record, Command put);
-  void add_keys(Record& record, Command lend);
+  void add_keys(Record& record, Command announced);
   Command as_peer_names(Command command) const;
   bool is_current(Command command) const;
   bool goes_in_record(const Queued& queued) const;
@@ -157,7 +158,7 @@ class PeerQueue {
   void apply(Command signal);
   void store_word(Command signal);
   void apply_put(Command put, const void* bytes);
-  void apply_keys(Command lend, const void* bytes);
+  void apply_keys(Command announced, const void* bytes);
   void carry_out_here(const Queued& queued);
   void publish_flushes();
   void drop_all();
@@ -166,7 +167,7 @@ class PeerQueue {
   void notify(uint32_t imm);
 
   Traffic& traffic_;
-  TallyOperation &puts_, &host_puts_, &signal_writes_, &gets_;  // of this process
+  TallyOperation &puts_, &host_puts_, &signal_writes_, &gets_, &host_gets_;  // of this process
   const int rank_;
   uint64_t* const flushed_;  // this peer's word, which device code polls
   const bool is_self_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The records of a PeerQueue: signals, small puts and keys of loans, on their way out and where they arrive.
+// The records of a PeerQueue: signals, small puts and keys of temporary registrations, on their way out and where they
+// arrive.
 #include <cstring>
 #include <utility>
 
@@ -26,7 +27,7 @@ uint32_t PeerQueue::write_record(Record& record) {
     if (record.count + 1 + bytes_behind(command) / kUnit > kRecordUnits) break;
     if (is_signal(command))
       record.units[record.count++] = as_peer_names(command);
-    else if (op_of(command) == Op::kLend)
+    else if (op_of(command) == Op::kAnnounce)
       add_keys(record, command);
     else if (!add_put(record, command))
       return 0;
@@ -59,12 +60,12 @@ bool PeerQueue::add_put(Record& record, Command put) {
   return true;
 }
 
-// No keys where the loan was reclaimed meanwhile.
-void PeerQueue::add_keys(Record& record, Command lend) {
-  transfer::LentKeys keys;
-  if (const auto memory = traffic_.loans.own(static_cast<uint32_t>(lend.a)))
+// No keys where the registration has ended meanwhile.
+void PeerQueue::add_keys(Record& record, Command announced) {
+  transfer::TemporaryKeys keys;
+  if (const auto memory = traffic_.registrations.own(static_cast<uint32_t>(announced.a)))
     if (const auto known = traffic_.engine.keys(*memory); known.ok()) keys = *known;
-  record.units[record.count++] = lend;
+  record.units[record.count++] = announced;
   std::memcpy(&record.units[record.count], &keys, sizeof keys);
   record.count += static_cast<uint32_t>(sizeof keys / kUnit);
 }
@@ -80,10 +81,10 @@ void PeerQueue::apply(const Record& record) {
       continue;
     }
     const uint64_t units = bytes_behind(command) / kUnit;
-    const bool is_loan = op_of(command) == Op::kLend;
-    if ((op_of(command) != Op::kPut && !is_loan) || units >= record.count - i)
+    const bool is_temporary = op_of(command) == Op::kAnnounce;
+    if ((op_of(command) != Op::kPut && !is_temporary) || units >= record.count - i)
       return lose(Status::make(Code::kSystem, "proxy: rank {} sent a record that cannot be read", rank_));
-    if (is_loan)
+    if (is_temporary)
       apply_keys(command, &record.units[i + 1]);
     else if (is_current(command))
       apply_put(command, &record.units[i + 1]);
@@ -99,8 +100,8 @@ void PeerQueue::apply_put(Command put, const void* bytes) {
   if (window.base) lose(outside_host_part("a put", dst_of(put)));
 }
 
-void PeerQueue::apply_keys(Command lend, const void* bytes) {
-  transfer::LentKeys keys;
+void PeerQueue::apply_keys(Command announced, const void* bytes) {
+  transfer::TemporaryKeys keys;
   std::memcpy(&keys, bytes, sizeof keys);
   std::shared_ptr<transfer::Remote> theirs;
   if (keys.rails > 0) {
@@ -108,7 +109,7 @@ void PeerQueue::apply_keys(Command lend, const void* bytes) {
     if (!adopted.ok()) return lose(adopted.status());
     theirs = std::move(*adopted);
   }
-  traffic_.loans.set(static_cast<uint32_t>(lend.a), rank_, std::move(theirs));
+  traffic_.registrations.set(static_cast<uint32_t>(announced.a), rank_, std::move(theirs));
 }
 
 void PeerQueue::apply(Command signal) {

@@ -5,18 +5,18 @@
 //
 // A command is two words; places of puts count units of 16 bytes, words count 8:
 //   put         a: source 32 | destination 32
-//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | src use 6 | dst use 6 | dst lent 1 | src lent 1 | more 1
-//               lent: use and region are a loan of its owner (Link::lend), less one
-//               more: the same thread asks for something else of the same peer right away
-//   get         as put, the other way around: the source is the peer's
+//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | src use 6 | dst use 6 | dst
+//               temporary 1 | src temporary 1 | more 1 temporary: use and region are a registration of its owner
+//               (Link::register_temporary), less one more: the same thread asks for something else of the same peer
+//   right away get         as put, the other way around: the source is the peer's
 //   value, add  a: the 64-bit value
 //               b: commit 1 | op 4 | peer 14 | unused 4 | dst region 4 | word 37
 //   got         as value, of this rank's own word, once all gets before it have come
-//   lend        a: a loan of this rank, less one, of which the peer is told
+//   announce    a: a temporary registration of this rank, less one, of which the peer is told
 //               b: commit 1 | op 4 | peer 14 | unused 45
 //   flush       a: unused
 //               b: commit 1 | op 4 | peer 14 | unused 45; close, which hosts alone send, the same
-// On the way to a peer, a small put is followed by its bytes, and a loan by its keys (Record).
+// On the way to a peer, a small put is followed by its bytes, and an announcement by the registration's keys (Record).
 // The commit bit is the inverse of the lap's parity, so that zeroed memory reads as empty and slots are never
 // cleared.
 #pragma once
@@ -33,7 +33,7 @@ enum class Op : uint32_t {
   kClose = 5,
   kGet = 6,
   kGot = 7,
-  kLend = 8
+  kAnnounce = 8
 };
 
 struct alignas(16) Command {
@@ -58,15 +58,17 @@ WEFT_DEVICE constexpr Command range_command(Op op, uint32_t peer, uint32_t regio
                                                  static_cast<uint64_t>(region) << 37 | (bytes / kUnit) << 15};
 }
 // In the b of a put.
-inline constexpr uint64_t kMore = 1, kSrcLent = 2, kDstLent = 4;
-// A loan is a place, of kLoans, and how often that was used before: what comes late for one that is over does not find the one
-// that has its place now.
-inline constexpr uint32_t kLoans = 16, kLoanUses = 64;
-WEFT_DEVICE constexpr uint64_t src_loan_bits(uint32_t loan) {
-  return kSrcLent | static_cast<uint64_t>(loan % kLoans) << 41 | static_cast<uint64_t>(loan / kLoans) << 9;
+inline constexpr uint64_t kMore = 1, kSrcTemporary = 2, kDstTemporary = 4;
+// A temporary registration is a place, of kTemporaries, and how often that place was used before: a late command for
+// one that is over does not find the one that has its place now.
+inline constexpr uint32_t kTemporaries = 16, kTemporaryUses = 64;
+WEFT_DEVICE constexpr uint64_t src_temporary_bits(uint32_t registration) {
+  return kSrcTemporary | static_cast<uint64_t>(registration % kTemporaries) << 41 |
+         static_cast<uint64_t>(registration / kTemporaries) << 9;
 }
-WEFT_DEVICE constexpr uint64_t dst_loan_bits(uint32_t loan) {
-  return kDstLent | static_cast<uint64_t>(loan % kLoans) << 37 | static_cast<uint64_t>(loan / kLoans) << 3;
+WEFT_DEVICE constexpr uint64_t dst_temporary_bits(uint32_t registration) {
+  return kDstTemporary | static_cast<uint64_t>(registration % kTemporaries) << 37 |
+         static_cast<uint64_t>(registration / kTemporaries) << 3;
 }
 WEFT_DEVICE constexpr Command word_command(Op op, uint32_t peer, uint32_t region, uint64_t word,
                                            uint64_t value) {
@@ -85,11 +87,11 @@ WEFT_DEVICE constexpr uint32_t src_region_of(Command c) {
 WEFT_DEVICE constexpr uint32_t dst_region_of(Command c) {
   return static_cast<uint32_t>(c.b >> 37 & (kRegions - 1));
 }
-WEFT_DEVICE constexpr uint32_t src_loan_of(Command c) {
-  return src_region_of(c) + kLoans * static_cast<uint32_t>(c.b >> 9 & (kLoanUses - 1));
+WEFT_DEVICE constexpr uint32_t src_temporary_of(Command c) {
+  return src_region_of(c) + kTemporaries * static_cast<uint32_t>(c.b >> 9 & (kTemporaryUses - 1));
 }
-WEFT_DEVICE constexpr uint32_t dst_loan_of(Command c) {
-  return dst_region_of(c) + kLoans * static_cast<uint32_t>(c.b >> 3 & (kLoanUses - 1));
+WEFT_DEVICE constexpr uint32_t dst_temporary_of(Command c) {
+  return dst_region_of(c) + kTemporaries * static_cast<uint32_t>(c.b >> 3 & (kTemporaryUses - 1));
 }
 WEFT_DEVICE constexpr uint64_t src_of(Command c) {
   return (c.a >> 32) * kUnit;

@@ -38,7 +38,7 @@ inline constexpr Order of_block(Order order) {
 }
 inline Order line() {
   Order order = kRelaxed;
-  order.whole = machine().profile().lines_are_whole ? 16 : 4;
+  order.whole = machine().profile().lines_are_atomic ? 16 : 4;
   return order;
 }
 
@@ -200,7 +200,7 @@ inline void store_line(Vec16* at, Vec16 v, weak::Spot spot = weak::Spot::current
   weak::stored(at, v, weak::line(), "store_line", spot);
 }
 // The parts of a 128-byte line may come from different times here: that it is whole is not modelled yet.
-inline constexpr bool kLoadsLinesWhole = false;
+inline constexpr bool kLoadsFullLines = false;
 inline void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/, weak::Spot spot = weak::Spot::current()) {
   store_line(at, v, spot);
 }

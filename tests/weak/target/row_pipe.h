@@ -8,7 +8,7 @@
 
 namespace weft {
 
-inline constexpr bool kHasBulkCopies = true;
+inline constexpr bool kHasBulkCopies = true, kHasRowQueue = true;
 
 namespace bulk {
 

@@ -12,7 +12,7 @@ import argparse
 
 from weft.bench.report import Report, add_report_arguments
 from weft.errors import invalid
-from weft.runtime.tables import size, whole_from
+from weft.runtime.tables import integer_from, size
 
 CALLS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
@@ -62,19 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what serves the one call, instead of Weft's choice: a library algorithm or a .py, .xml or "
         ".json file, in one text; given several times, they take turns in one run (auto: Weft's choice)",
     )
-    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: torchrun's, all GPUs, or 4")
+    parser.add_argument(
+        "--ranks", type=integer_from(1), default=0, help="default: torchrun's, all GPUs, or 4"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--ranks-per-node",
-        type=whole_from(0),
+        type=integer_from(0),
         default=0,
         help="cut this host into nodes of so many ranks, which reach each other through the network",
     )
     parser.add_argument(
         "--provider", default="", help="that network: tcp, shm, or a name of weft.transfer.provider_names()"
     )
-    parser.add_argument("-n", "--iterations", type=whole_from(1), default=0, help="samples (default by size)")
-    parser.add_argument("-w", "--warmup", type=whole_from(0), default=3, help="samples before those")
+    parser.add_argument(
+        "-n", "--iterations", type=integer_from(1), default=0, help="samples (default by size)"
+    )
+    parser.add_argument("-w", "--warmup", type=integer_from(0), default=3, help="samples before those")
     parser.add_argument("--no-check", action="store_true", help="leave out the comparison with the oracle")
     parser.add_argument("--no-baseline", action="store_true", help="leave out gloo or NCCL")
     parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")

@@ -18,7 +18,7 @@ from weft.bench.moe.straggler import straggler_lines
 from weft.bench.moe.trace import SPANS_PER_BUFFER, print_phases, write_chrome
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import invalid
-from weft.runtime.tables import whole_from
+from weft.runtime.tables import integer_from
 
 if TYPE_CHECKING:
     from weft.bench.moe.setting import Measured, Options
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="per rank (default 4096 for ht, else 128)")
     parser.add_argument(
         "--overlap-us",
-        type=whole_from(0),
+        type=integer_from(0),
         default=100,
         help="matrix product between the phases of p2p; 0: none",
     )
@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=8, help="experts per token (default 8)")
     parser.add_argument("--experts", type=int, default=256, help="over all ranks (default 256)")
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of the dispatched rows")
-    parser.add_argument("--ranks", type=whole_from(1), default=0, help="default: torchrun's, all GPUs, or 4")
+    parser.add_argument(
+        "--ranks", type=integer_from(1), default=0, help="default: torchrun's, all GPUs, or 4"
+    )
     parser.add_argument("--transport", default="auto", help="as WEFT_TRANSPORT")
     parser.add_argument(
         "--ranks-per-node",
-        type=whole_from(0),
+        type=integer_from(0),
         default=0,
         help="cut this host into nodes of so many ranks, which reach each other through the network",
     )
@@ -84,9 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what fills the links)",
     )
     parser.add_argument(
-        "--iterations", type=whole_from(1), help="samples (default 10 on the CPU, 50 on GPUs)"
+        "--iterations", type=integer_from(1), help="samples (default 10 on the CPU, 50 on GPUs)"
     )
-    parser.add_argument("--warmup", type=whole_from(0), default=3, help="samples before those")
+    parser.add_argument("--warmup", type=integer_from(0), default=3, help="samples before those")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
     parser.add_argument(

@@ -101,12 +101,12 @@ class LowLatency:
         """Return whether Weft sends a token of a dispatch once to each other node, not once to each rank."""
         row, scales = (hidden, hidden // 128 * 4) if self.use_fp8 else (hidden * 2, 0)
         mode = self.buffer.runtime.low_latency
-        return bool(mode.sends_once_per_node(self.max_tokens, top_k, self.experts, row, scales))
+        return bool(mode.sends_once_per_domain(self.max_tokens, top_k, self.experts, row, scales))
 
     def replies_once_per_node(self, top_k: int, hidden: int) -> bool:
         """Return whether each other node sends one sum for a token of a combine, not one for each of its ranks."""
         mode = self.buffer.runtime.low_latency
-        return bool(mode.replies_once_per_node(self.max_tokens, top_k, self.experts, hidden * 2))
+        return bool(mode.replies_once_per_domain(self.max_tokens, top_k, self.experts, hidden * 2))
 
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for the experts' outputs."""

@@ -137,7 +137,7 @@ def _event(rank: int, span: Span, shift_ns: int) -> dict[str, Any]:
 def print_phases(console: Console, of_ranks: CallsOfRanks) -> None:
     """Print, for every call and kind of span: how many, how long, from when to when; means over samples."""
     numbers = ("spans", "warps", "us each", "us per warp", "first at us", "last until us")
-    columns = [Column("call", is_key=True), Column("span", is_key=True, is_whole=True)]
+    columns = [Column("call", is_key=True), Column("span", is_key=True, never_folds=True)]
     columns += [Column(head, is_number=True) for head in numbers]
     table = Table("where the time goes (per sample, mean over samples and ranks)", columns)
     last = ""

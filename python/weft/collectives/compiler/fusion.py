@@ -125,7 +125,7 @@ def _fuse_one(
     for send in _sends_after(node, uses):
         if not _can_merge(graph, node, send):
             continue
-        unused = node.op is Op.RECV_REDUCE_COPY and _needed_by_send_alone(node, send, uses, required)
+        unused = node.op is Op.RECV_REDUCE_COPY and _needed_only_by_send(node, send, uses, required)
         if node.op is Op.RECV:
             node.op = Op.RECV_COPY_SEND
         else:
@@ -161,7 +161,7 @@ def _can_merge(graph: Graph, node: Node, send: Node) -> bool:
     return same_place and same_landing and hints and send.before <= {node}
 
 
-def _needed_by_send_alone(
+def _needed_only_by_send(
     node: Node,
     send: Node,
     uses: dict[Slot, list[Use]],

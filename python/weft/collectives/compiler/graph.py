@@ -14,7 +14,7 @@ from weft.collectives.contract import Buffer
 from weft.collectives.ir import MAX_COUNT, Connection, Op, Span
 from weft.collectives.language import Operation, Program
 from weft.collectives.memory import Place
-from weft.collectives.turning import Area
+from weft.collectives.rotation import Area
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -70,9 +70,9 @@ class Graph:
     def __init__(self, program: Program, step_chunks: int = MAX_COUNT) -> None:
         self.program = program
         self.nodes: list[Node] = []
-        self.ranks = [0] if program.turning else list(range(program.num_ranks))
+        self.ranks = [0] if program.rotation else list(range(program.num_ranks))
         self._bases = [_scratch_bases(program, rank) for rank in self.ranks]
-        self.turning = program.turning and program.turning.with_scratch(self._turned_scratch())
+        self.rotation = program.rotation and program.rotation.with_scratch(self._rotated_scratch())
         for operation in program.operations:
             for at in range(0, operation.size, step_chunks):
                 self._add(operation, at, min(step_chunks, operation.size - at))
@@ -125,7 +125,7 @@ class Graph:
         send.channel_hint = recv.channel_hint = operation.channel
 
     def _node(self, op: Op, rank: int, src: Span, dst: Span, count: int, where: str) -> Node:
-        here = 0 if self.turning else rank
+        here = 0 if self.rotation else rank
         self.nodes.append(
             Node(len(self.nodes), here, op, src, dst, count, where, ranks=self.program.num_ranks)
         )
@@ -134,22 +134,22 @@ class Graph:
     def landing(self, send: Node) -> Span:
         """Return where the message of ``send`` lands, as the sender calls that chunk."""
         assert send.sent_to is not None
-        return self._turned(send.sent_to.dst, send.hop)
+        return self._rotated(send.sent_to.dst, send.hop)
 
-    def _turned(self, span: Span, by: int) -> Span:
-        return Span(span.buffer, self.turning.index(span.buffer, span.index, by)) if self.turning else span
+    def _rotated(self, span: Span, by: int) -> Span:
+        return Span(span.buffer, self.rotation.index(span.buffer, span.index, by)) if self.rotation else span
 
     def _span(self, place: Place, at: int, rank: int) -> Span:
         """Return the chunk, as the rank that stands for ``rank`` calls it."""
         if place.buffer in (Buffer.input, Buffer.output):
             span = Span(place.buffer, place.index + at)
         else:
-            bases = self._bases[0 if self.turning else place.rank]
+            bases = self._bases[0 if self.rotation else place.rank]
             span = Span(Buffer.scratch, bases[place.buffer] + place.index + at)
-        return self._turned(span, -rank)
+        return self._rotated(span, -rank)
 
-    def _turned_scratch(self) -> list[Area]:
-        areas = self.program.turning.areas if self.program.turning else {}
+    def _rotated_scratch(self) -> list[Area]:
+        areas = self.program.rotation.areas if self.program.rotation else {}
         bases = self._bases[0]
         own = [(bases[name], area) for name in bases for area in areas.get(name, ())]
         return [Area(base + area.first, base + area.end, area.part) for base, area in own]

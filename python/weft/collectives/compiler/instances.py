@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from weft.collectives.contract import Buffer
-from weft.collectives.ir import MAX_CHANNELS, Algorithm, Block, RankProgram, Span, Step, TurnedRanks
+from weft.collectives.ir import MAX_CHANNELS, Algorithm, Block, RankProgram, RotatedRanks, Span, Step
 from weft.errors import Error, invalid
 
 _BY_RANK = ("allgather", "reducescatter", "alltoall", "alltoallv", "gather", "scatter")
@@ -37,13 +37,13 @@ def replicate(algorithm: Algorithm, instances: int, interleaved: bool | None = N
         raise Error(
             f"{algorithm.name}: interleaved instances need steps of one size, these have {sorted(sizes)} chunks"
         )
-    turning = algorithm.turning if interleaved else None
-    programs = algorithm.ranks if turning is None else algorithm.distinct
+    rotation = algorithm.rotation if interleaved else None
+    programs = algorithm.ranks if rotation is None else algorithm.distinct
     ranks: Sequence[RankProgram] = [
         _replicate_rank(program, algorithm, instances, interleaved) for program in programs
     ]
-    if turning is not None:
-        ranks = TurnedRanks(ranks[0], turning.scaled(instances, programs[0].scratch_chunks))
+    if rotation is not None:
+        ranks = RotatedRanks(ranks[0], rotation.scaled(instances, programs[0].scratch_chunks))
     contract = algorithm.contract.scaled(instances) if algorithm.contract else None
     return dataclasses.replace(algorithm, ranks=ranks, chunks=algorithm.chunks * instances, contract=contract)
 

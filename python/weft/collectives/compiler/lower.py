@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from weft.collectives.compiler.blocks import OpenBlock
 from weft.collectives.compiler.graph import Graph, Node
-from weft.collectives.ir import Algorithm, Block, RankProgram, Step, TurnedRanks
-from weft.collectives.turning import Turning
+from weft.collectives.ir import Algorithm, Block, RankProgram, RotatedRanks, Step
+from weft.collectives.rotation import Rotation
 
 _FEW_STEPS = (
     1 << 15
@@ -36,7 +36,7 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
         chunks=collective.chunks,
         inplace=collective.inplace,
         outofplace=not collective.inplace,
-        ranks=ranks if graph.turning is None else _all_ranks(ranks[0], graph.turning),
+        ranks=ranks if graph.rotation is None else _all_ranks(ranks[0], graph.rotation),
         contract=collective,
         min_bytes=program.min_bytes,
         max_bytes=program.max_bytes,
@@ -44,11 +44,11 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
     )
 
 
-def _all_ranks(first: RankProgram, turning: Turning) -> Sequence[RankProgram]:
+def _all_ranks(first: RankProgram, rotation: Rotation) -> Sequence[RankProgram]:
     """Return what all ranks run: as programs of their own unless that takes long."""
-    ranks = TurnedRanks(first, turning)
+    ranks = RotatedRanks(first, rotation)
     steps = sum(len(block.steps) for block in first.blocks)
-    return list(ranks) if steps * turning.ranks <= _FEW_STEPS else ranks
+    return list(ranks) if steps * rotation.ranks <= _FEW_STEPS else ranks
 
 
 def _lower_block(block: OpenBlock, depends: dict[Node, tuple[tuple[int, int], ...]]) -> Block:

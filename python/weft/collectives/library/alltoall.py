@@ -122,10 +122,10 @@ def _pass_on(n: int, per_node: int, step: int) -> None:
             continue
         node, far = rank // per_node, target // per_node
         for local in range(per_node):
-            carrier, receiver = (min(own * per_node + local, n - 1) for own in (node, far))
+            near, receiver = (min(own * per_node + local, n - 1) for own in (node, far))
             part = chunk(rank, Buffer.input, local)
-            if carrier != rank:
-                part = part.copy(carrier, "carried", local)
+            if near != rank:
+                part = part.copy(near, "forwarded", local)
             if receiver != target:
-                part = part.copy(receiver, "carried far", local)
+                part = part.copy(receiver, "forwarded far", local)
             part.copy(target, Buffer.output, local)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any sharding to any sharding: which bytes go where when weights, or caches, lie differently on two sides.
+"""Any sharding to any sharding: which bytes go where when two sides have different layouts of weights or caches.
 
     src = layout_of(model.state_dict())                       # trainers: DTensors
     dst = layout_by_rules(tensors, {"ep": 2, "tp": 2}, rules)   # servers

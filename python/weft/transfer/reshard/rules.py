@@ -282,10 +282,10 @@ class _Placed:
 
 def _ranked(orders: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
     """Return numbers that sort like orders, and those that sort like orders without their last number."""
-    whole_of = {order: i for i, order in enumerate(sorted(set(orders)))}
+    number_of = {order: i for i, order in enumerate(sorted(set(orders)))}
     section_of = {order: i for i, order in enumerate(sorted({order[:-1] for order in orders}))}
     sections = np.array([section_of[order[:-1]] for order in orders], np.int64)
-    return sections, np.array([whole_of[order] for order in orders], np.int64)
+    return sections, np.array([number_of[order] for order in orders], np.int64)
 
 
 def _places(

@@ -10,7 +10,6 @@
 namespace weft::transfer {
 namespace {
 
-namespace fi = provider::fi;
 using Clock = Deadline::Clock;
 
 constexpr uint32_t kScatterWays = 8;
@@ -47,16 +46,16 @@ struct RawLoop::Impl {
 
   // Whether anything came.
   bool poll() {
-    fi::CqDataEntry entries[kEntries];
+    fi_cq_data_entry entries[kEntries];
     const ssize_t count = objects.cq->ops->read(objects.cq, entries, kEntries);
-    if (count == -fi::kErrAvail) {
-      fi::CqErrEntry entry{};
+    if (count == -FI_EAVAIL) {
+      fi_cq_err_entry entry{};
       objects.cq->ops->readerr(objects.cq, &entry, 0);
       error = Status::make(Code::kPeerLost, "raw loop: the other side is lost: {} (error {}, provider {})",
                            std::strerror(entry.err), entry.err, entry.prov_errno);
     }
     for (ssize_t i = 0; i < count; ++i) {
-      if ((entries[i].flags & fi::kRemoteCqData) && !(entries[i].flags & fi::kWrite))
+      if ((entries[i].flags & FI_REMOTE_CQ_DATA) && !(entries[i].flags & FI_WRITE))
         ++(entries[i].data == kStopData ? stops : echoes);
       else
         ++done;
@@ -81,9 +80,9 @@ struct RawLoop::Impl {
   Status post(bool is_read, uint64_t here, uint64_t remote, uint64_t length, uint64_t flags, uint64_t imm,
               Deadline until) {
     iovec from{data + here, length};
-    fi::RmaIov into{there.base + remote, length, there.rkey};
+    fi_rma_iov into{there.base + remote, length, there.rkey};
     void* desc = mine.lkey;
-    fi::MsgRma message{&from, &desc, 1, peer, &into, 1, &contexts[next_context++ % kContexts], imm};
+    fi_msg_rma message{&from, &desc, 1, peer, &into, 1, &contexts[next_context++ % kContexts], imm};
     ssize_t code = 0;
     const bool came = wait_until(until, [&] {
       code = is_read ? objects.endpoint->rma->readmsg(objects.endpoint, &message, flags)
@@ -98,7 +97,7 @@ struct RawLoop::Impl {
 
   Status echo(uint64_t length, Deadline until) {
     const uint64_t expected = echoes + 1;
-    WEFT_TRY(post(false, 0, 0, length, fi::kRemoteCqData, kEchoData, until));
+    WEFT_TRY(post(false, 0, 0, length, FI_REMOTE_CQ_DATA, kEchoData, until));
     return poll_until(until, [&] { return echoes >= expected; });
   }
 
@@ -195,13 +194,13 @@ Status RawLoop::serve(Deadline until) {
       return {};
     }
     ++impl_->answered.echoes;
-    WEFT_TRY(impl_->post(false, 0, 0, 8, fi::kRemoteCqData, kEchoData, until));
+    WEFT_TRY(impl_->post(false, 0, 0, 8, FI_REMOTE_CQ_DATA, kEchoData, until));
   }
 }
 
 Status RawLoop::stop_serving(Deadline until) {
   const uint64_t expected = impl_->done + 1;
-  WEFT_TRY(impl_->post(false, 0, 0, 8, fi::kRemoteCqData, kStopData, until));
+  WEFT_TRY(impl_->post(false, 0, 0, 8, FI_REMOTE_CQ_DATA, kStopData, until));
   return impl_->poll_until(until, [&] { return impl_->done >= expected; });
 }
 

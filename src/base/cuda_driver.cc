@@ -16,7 +16,7 @@ namespace {
 
 // Fills the table from an open library; the first missing symbol is the error.
 Status load_functions(void* library, CudaDriver& driver) {
-#define WEFT_CUDA_FUNCTION(member, symbol, parameters)                                                  \
+#define WEFT_CUDA_FUNCTION(member, symbol)                                                              \
   driver.member = reinterpret_cast<decltype(driver.member)>(dlsym(library, #symbol));                   \
   if (!driver.member)                                                                                   \
     return Status::make(Code::kUnsupported, "the CUDA driver has no {}: Weft needs CUDA 12.0 or newer", \

@@ -61,7 +61,7 @@ Status pin(int ordinal, std::byte* at, uint64_t bytes) {
   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
   const CudaDriver& driver = current.driver();
   WEFT_TRY(cuda_status(
-      driver.cuMemHostRegister(at, bytes, kCuMemHostRegisterPortable | kCuMemHostRegisterDeviceMap),
+      driver.cuMemHostRegister(at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
       "pin {} bytes of a window for cuda:{}", bytes, ordinal));
   CUdeviceptr seen = 0;
   Status found = cuda_status(driver.cuMemHostGetDevicePointer(&seen, at, 0), "find a pinned window");

@@ -18,7 +18,7 @@ Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t
   if (device.kind == Device::Kind::kCuda) {
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(device.ordinal));
     WEFT_TRY(cuda_status(
-        current.driver().cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
+        current.driver().cuMemHostAlloc(&data, bytes, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
         "allocate pinned host memory"));
   } else {
     data = ::operator new(bytes, kAlignment);

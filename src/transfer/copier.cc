@@ -115,7 +115,7 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
     WEFT_TRY_ASSIGN(CudaContext context, enter_copy_context(device));
     const RelaxedCapture relaxed(*driver);
     void* made = nullptr;
-    WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes",
+    WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, CU_MEMHOSTALLOC_PORTABLE), "pinning {} bytes",
                          bytes));
     pinned_ = made;
     return static_cast<char*>(made);

@@ -139,9 +139,6 @@ class IbgdaPosts : public ::testing::TestWithParam<Where> {
 
 // ---- graphs
 
-using CUgraph = struct CUgraph_st*;
-using CUgraphExec = struct CUgraphExec_st*;
-
 // What only this test asks of the driver.
 struct GraphCalls {
   CUresult (*begin)(CUstream, int mode) = nullptr;

@@ -52,16 +52,16 @@ class Reader {
   std::vector<uint8_t> left_;
 };
 
-struct FakeUmem : mlx5::Umem {
+struct FakeUmem : mlx5dv_devx_umem {
   std::byte* at = nullptr;
   size_t bytes = 0;
   std::shared_ptr<const void> held;
 };
-struct FakeUar : mlx5::Uar {
+struct FakeUar : mlx5dv_devx_uar {
   uint64_t word = 0;
 };
 struct FakeAh {
-  mlx5::AddressVector vector{};
+  mlx5_wqe_av vector{};
 };
 struct FakeObject {
   bool is_queue_pair = false;
@@ -75,7 +75,7 @@ struct FakeObject {
   uint32_t state = 0, sends_from = 0, expects_from = 0, peer = 0;
 };
 
-uint8_t mac_byte(const ib::Gid& gid, int i) {
+uint8_t mac_byte(const ibv_gid& gid, int i) {
   uint8_t raw[16];
   std::memcpy(raw, &gid, sizeof raw);
   return static_cast<uint8_t>(raw[10 + i] ^ (0x51 + i));
@@ -182,7 +182,7 @@ void FakeDevx::State::to_receive(FakeObject& qp, Reader& in) {
   check(in.bits(169, 0xe0) == 4 && in.bits(172, 0x1f) != 0, "a queue pair that answers no reads");
   qp.peer = static_cast<uint32_t>(in.take(45, 3));
   qp.expects_from = static_cast<uint32_t>(in.take(173, 3));
-  ib::Gid gid{};
+  ibv_gid gid{};
   std::array<uint8_t, 16> raw{};
   for (size_t i = 0; i < raw.size(); ++i) raw[i] = static_cast<uint8_t>(in.take(64 + i, 1));
   std::memcpy(&gid, raw.data(), sizeof raw);
@@ -215,77 +215,77 @@ void FakeDevx::State::to_send(FakeObject& qp, Reader& in) {
 
 namespace {
 
-ib::Context* open_device(ib::Device* device, mlx5::ContextAttr* attr) {
-  if (attr->flags != mlx5::kContextDevx) current->fail("a context without commands");
+ibv_context* open_device(ibv_device* device, mlx5dv_context_attr* attr) {
+  if (attr->flags != MLX5DV_CONTEXT_FLAGS_DEVX) current->fail("a context without commands");
   if (current->plan.context == 0) return transfer::testing::fake_verbs_library().open_device(device);
   errno = current->plan.context;
   return nullptr;
 }
 
-mlx5::Umem* refuse_umem(int why) {
+mlx5dv_devx_umem* refuse_umem(int why) {
   errno = why;
   return nullptr;
 }
 
-mlx5::Umem* umem_reg(ib::Context*, mlx5::UmemIn* in) {
+mlx5dv_devx_umem* umem_reg(ibv_context*, mlx5dv_devx_umem_in* in) {
   std::lock_guard lock(current->mutex);
-  current->check((in->page_sizes & (kPage - 1)) == 0 && in->page_sizes != 0 && (in->access & 1) != 0,
+  current->check((in->pgsz_bitmap & (kPage - 1)) == 0 && in->pgsz_bitmap != 0 && (in->access & 1) != 0,
                  "memory registered with other pages or read-only");
   auto umem = std::make_unique<FakeUmem>();
-  umem->bytes = in->bytes;
-  if (in->comp_mask == mlx5::kUmemDmabuf) {
+  umem->bytes = in->size;
+  if (in->comp_mask == MLX5DV_UMEM_MASK_DMABUF) {
     if (current->plan.dmabuf != 0) return refuse_umem(current->plan.dmabuf);
-    const auto offset = reinterpret_cast<uint64_t>(in->at);
+    const auto offset = reinterpret_cast<uint64_t>(in->addr);
     struct stat file{};
-    if (fstat(in->dmabuf, &file) != 0) return refuse_umem(EBADF);
-    if (offset % kPage != 0 || offset + in->bytes > static_cast<uint64_t>(file.st_size))
+    if (fstat(in->dmabuf_fd, &file) != 0) return refuse_umem(EBADF);
+    if (offset % kPage != 0 || offset + in->size > static_cast<uint64_t>(file.st_size))
       return refuse_umem(EINVAL);
-    void* mapped =
-        mmap(nullptr, in->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, in->dmabuf, static_cast<off_t>(offset));
+    void* mapped = mmap(nullptr, in->size, PROT_READ | PROT_WRITE, MAP_SHARED, in->dmabuf_fd,
+                        static_cast<off_t>(offset));
     if (mapped == MAP_FAILED) return refuse_umem(errno);
     umem->at = static_cast<std::byte*>(mapped);
-    umem->held = {mapped, [bytes = in->bytes](const void* at) { munmap(const_cast<void*>(at), bytes); }};
+    umem->held = {mapped, [bytes = in->size](const void* at) { munmap(const_cast<void*>(at), bytes); }};
   } else {
     if (current->plan.peer_memory != 0) return refuse_umem(current->plan.peer_memory);
-    umem->at = static_cast<std::byte*>(in->at);
+    umem->at = static_cast<std::byte*>(in->addr);
   }
-  umem->number = current->drawn += 0x010001;
-  current->umems[umem->number] = umem.get();
+  umem->umem_id = current->drawn += 0x010001;
+  current->umems[umem->umem_id] = umem.get();
   return umem.release();
 }
 
-int umem_dereg(mlx5::Umem* umem) {
+int umem_dereg(mlx5dv_devx_umem* umem) {
   std::lock_guard lock(current->mutex);
   const auto* fake = static_cast<FakeUmem*>(umem);
   for (const auto& [number, cq] : current->cqs)
     current->check(cq->completions < fake->at || cq->completions >= fake->at + fake->bytes,
                    "memory went before the queue in it");
-  current->umems.erase(umem->number);
+  current->umems.erase(umem->umem_id);
   delete fake;
   return 0;
 }
 
-mlx5::Uar* alloc_uar(ib::Context*, uint32_t flags) {
+mlx5dv_devx_uar* alloc_uar(ibv_context*, uint32_t flags) {
   std::lock_guard lock(current->mutex);
-  current->check(flags == mlx5::kUarNonCached, "a doorbell page of another kind");
+  current->check(flags == MLX5DV_UAR_ALLOC_TYPE_NC, "a doorbell page of another kind");
   auto* uar = new FakeUar{};
-  uar->reg = &uar->word;
-  uar->page = current->drawn += 0x0101;
-  current->uars[uar->page] = uar;
+  uar->reg_addr = &uar->word;
+  uar->page_id = current->drawn += 0x0101;
+  current->uars[uar->page_id] = uar;
   return uar;
 }
-void free_uar(mlx5::Uar* uar) {
+void free_uar(mlx5dv_devx_uar* uar) {
   std::lock_guard lock(current->mutex);
-  current->uars.erase(uar->page);
+  current->uars.erase(uar->page_id);
   delete static_cast<FakeUar*>(uar);
 }
 
-int query_eqn(ib::Context*, uint32_t vector, uint32_t* eqn) {
+int query_eqn(ibv_context*, uint32_t vector, uint32_t* eqn) {
   *eqn = kEventQueue;
   return vector == 0 ? 0 : EINVAL;
 }
 
-mlx5::DevxObject* obj_create(ib::Context*, const void* in, size_t bytes, void* out, size_t out_bytes) {
+mlx5dv_devx_obj* obj_create(ibv_context*, const void* in, size_t bytes, void* out, size_t out_bytes) {
   std::lock_guard lock(current->mutex);
   Reader reader(in, bytes);
   const uint64_t code = reader.take(0, 2);
@@ -307,10 +307,10 @@ mlx5::DevxObject* obj_create(ib::Context*, const void* in, size_t bytes, void* o
   current->made += code == 0x500;
   auto* answer = static_cast<uint8_t*>(out);
   for (int i = 0; i < 3; ++i) answer[9 + i] = static_cast<uint8_t>(made->number >> (16 - 8 * i));
-  return reinterpret_cast<mlx5::DevxObject*>(made);
+  return reinterpret_cast<mlx5dv_devx_obj*>(made);
 }
 
-int obj_modify(mlx5::DevxObject* object, const void* in, size_t bytes, void*, size_t) {
+int obj_modify(mlx5dv_devx_obj* object, const void* in, size_t bytes, void*, size_t) {
   std::lock_guard lock(current->mutex);
   auto& qp = *reinterpret_cast<FakeObject*>(object);
   Reader reader(in, bytes);
@@ -324,7 +324,7 @@ int obj_modify(mlx5::DevxObject* object, const void* in, size_t bytes, void*, si
   return 0;
 }
 
-int obj_destroy(mlx5::DevxObject* object) {
+int obj_destroy(mlx5dv_devx_obj* object) {
   std::lock_guard lock(current->mutex);
   auto* fake = reinterpret_cast<FakeObject*>(object);
   for (const auto& [number, qp] : current->qps)
@@ -349,21 +349,21 @@ mlx5::Devx FakeDevx::calls() {
           query_eqn,   obj_create, obj_modify, obj_destroy};
 }
 
-ib::Ah* FakeDevx::create_ah(ib::Pd*, ib::AhAttr* attr) {
+ibv_ah* FakeDevx::create_ah(ibv_pd*, ibv_ah_attr* attr) {
   std::lock_guard lock(current->mutex);
   auto* ah = new FakeAh{};
-  for (int i = 0; i < 6; ++i) ah->vector.mac[i] = mac_byte(attr->grh.dgid, i);
+  for (int i = 0; i < 6; ++i) ah->vector.rmac[i] = mac_byte(attr->grh.dgid, i);
   ++current->ahs;
-  return reinterpret_cast<ib::Ah*>(ah);
+  return reinterpret_cast<ibv_ah*>(ah);
 }
-int FakeDevx::destroy_ah(ib::Ah* ah) {
+int FakeDevx::destroy_ah(ibv_ah* ah) {
   std::lock_guard lock(current->mutex);
   delete reinterpret_cast<FakeAh*>(ah);
   --current->ahs;
   return 0;
 }
-int FakeDevx::init_ah(mlx5::Object* object) {
-  static_cast<mlx5::DirectAh*>(object->ah.out)->vector = &static_cast<FakeAh*>(object->ah.in)->vector;
+int FakeDevx::init_ah(mlx5dv_obj* object) {
+  static_cast<mlx5dv_ah*>(object->ah.out)->av = &reinterpret_cast<FakeAh*>(object->ah.in)->vector;
   return 0;
 }
 

@@ -13,7 +13,7 @@
 #include <string>
 
 #include "support/nic_model.h"
-#include "transports/ibgda/mlx5_abi.h"
+#include "transports/ibgda/mlx5_library.h"
 #include "transports/ibgda/queue_room.h"
 
 namespace weft::testing {
@@ -34,9 +34,9 @@ class FakeDevx {
   FakeDevx(const FakeDevx&) = delete;
   static ibgda::mlx5::Devx calls();
   // Addresses of peers, which the commands need.
-  static provider::ib::Ah* create_ah(provider::ib::Pd*, provider::ib::AhAttr* attr);
-  static int destroy_ah(provider::ib::Ah* ah);
-  static int init_ah(ibgda::mlx5::Object* object);
+  static ibv_ah* create_ah(ibv_pd*, ibv_ah_attr* attr);
+  static int destroy_ah(ibv_ah* ah);
+  static int init_ah(mlx5dv_obj* object);
 
   void set_plan(const DevxPlan& plan);
   std::string failures() const;

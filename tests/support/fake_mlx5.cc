@@ -20,16 +20,16 @@ struct FakePd {
   std::unique_ptr<ModelNic> nic;
   uint32_t number = 0;
 };
-struct FakeCq : ib::Cq {
+struct FakeCq : ibv_cq {
   uint32_t entries = 0;
 };
-struct FakeQp : ib::Qp {
+struct FakeQp : ibv_qp {
   std::unique_ptr<ibgda::QueuePair> pair;
   FakeCq* cq = nullptr;
-  int state = ib::kStateReset;
+  int state = IBV_QPS_RESET;
   uint32_t sends_from = 0, expects_from = 0, peer = 0;  // sequence numbers
 };
-struct FakeMr : ib::Mr {
+struct FakeMr : ibv_mr {
   ModelNic* nic = nullptr;
   ibgda::Enrolled enrolled;
 };
@@ -53,13 +53,13 @@ State& state() {
 struct FakeMlx5Calls {
   static void fail(const std::string& what) { state().failures += what + "\n"; }
 
-  static ib::Pd* alloc_pd(ib::Context*) {
+  static ibv_pd* alloc_pd(ibv_context*) {
     std::lock_guard lock(state().mutex);
     auto* pd = new FakePd{state().fake->model_.open_model(), ++state().pds_made};
     state().pds[pd->number] = pd;
-    return reinterpret_cast<ib::Pd*>(pd);
+    return reinterpret_cast<ibv_pd*>(pd);
   }
-  static int dealloc_pd(ib::Pd* pd) {
+  static int dealloc_pd(ibv_pd* pd) {
     std::lock_guard lock(state().mutex);
     auto* fake = reinterpret_cast<FakePd*>(pd);
     state().pds.erase(fake->number);
@@ -67,11 +67,11 @@ struct FakeMlx5Calls {
     return 0;
   }
 
-  static ib::Mr* reg_mr(ib::Pd* pd, void* at, size_t bytes, int access) {
+  static ibv_mr* reg_mr(ibv_pd* pd, void* at, size_t bytes, int access) {
     return make_mr(pd, at, bytes, reinterpret_cast<uint64_t>(at), access, nullptr);
   }
   // What the file has at the offset; the model reaches it through the file alone.
-  static ib::Mr* reg_dmabuf_mr(ib::Pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access) {
+  static ibv_mr* reg_dmabuf_mr(ibv_pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access) {
     if (const int refusal = state().fake->devx_.refuses_window(); refusal != 0) {
       errno = refusal;
       return nullptr;
@@ -79,11 +79,11 @@ struct FakeMlx5Calls {
     return make_mr(pd, reinterpret_cast<void*>(offset), bytes, iova, access,
                    file_memory(FileDescriptor(dup(fd))));
   }
-  static ib::Mr* make_mr(ib::Pd* pd, void* at, size_t bytes, uint64_t iova, int access,
+  static ibv_mr* make_mr(ibv_pd* pd, void* at, size_t bytes, uint64_t iova, int access,
                          std::shared_ptr<FarMemory> far) {
     std::lock_guard lock(state().mutex);
     const int all =
-        ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+        IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
     if (access != all) fail(text("registered with access {}", access));
     state().far_mrs += far != nullptr;
     auto* mr = new FakeMr{};
@@ -95,7 +95,7 @@ struct FakeMlx5Calls {
     ++state().mrs;
     return mr;
   }
-  static int dereg_mr(ib::Mr* mr) {
+  static int dereg_mr(ibv_mr* mr) {
     std::lock_guard lock(state().mutex);
     auto* fake = static_cast<FakeMr*>(mr);
     fake->nic->release(fake->enrolled);
@@ -104,20 +104,21 @@ struct FakeMlx5Calls {
     return 0;
   }
 
-  static ib::Cq* create_cq(ib::Context*, mlx5::CqInitAttr* attr, void*) {
+  static ibv_cq_ex* create_cq(ibv_context*, ibv_cq_init_attr_ex* attr, mlx5dv_cq_init_attr*) {
     std::lock_guard lock(state().mutex);
-    const bool is_asked = attr->comp_mask == mlx5::kCqMaskFlags && attr->flags == mlx5::kCqIgnoreOverrun;
+    const bool is_asked =
+        attr->comp_mask == IBV_CQ_INIT_ATTR_MASK_FLAGS && attr->flags == IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
     if (!is_asked) fail("a completion queue that minds overrun");
     if (!state().fake->takes_overrun_flag_) {
       errno = EOPNOTSUPP;
       return nullptr;
     }
     auto* cq = new FakeCq{};
-    cq->entries = std::bit_ceil(attr->entries + 1);
+    cq->entries = std::bit_ceil(attr->cqe + 1);
     ++state().cqs;
-    return cq;
+    return reinterpret_cast<ibv_cq_ex*>(static_cast<ibv_cq*>(cq));
   }
-  static int destroy_cq(ib::Cq* cq) {
+  static int destroy_cq(ibv_cq* cq) {
     std::lock_guard lock(state().mutex);
     for (const auto& [number, qp] : state().qps)
       if (qp->cq == cq) fail("a completion queue went before its queue pair");
@@ -127,9 +128,9 @@ struct FakeMlx5Calls {
   }
 
   // The ring has twice the room that was asked for, as entries could be larger.
-  static ib::Qp* create_qp(ib::Pd* pd, ib::QpInitAttr* init) {
+  static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
     std::lock_guard lock(state().mutex);
-    if (init->qp_type != ib::kTypeRc || init->cap.max_send_wr == 0) fail("a queue pair of another type");
+    if (init->qp_type != IBV_QPT_RC || init->cap.max_send_wr == 0) fail("a queue pair of another type");
     auto* qp = new FakeQp{};
     qp->cq = static_cast<FakeCq*>(init->send_cq);
     qp->pair = reinterpret_cast<FakePd*>(pd)->nic->create_queue(std::bit_ceil(init->cap.max_send_wr) * 2,
@@ -138,39 +139,39 @@ struct FakeMlx5Calls {
     state().qps[qp->qp_num] = qp;
     return qp;
   }
-  static int destroy_qp(ib::Qp* qp) {
+  static int destroy_qp(ibv_qp* qp) {
     std::lock_guard lock(state().mutex);
     state().qps.erase(qp->qp_num);
     delete static_cast<FakeQp*>(qp);
     return 0;
   }
 
-  static int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
+  static int modify_qp(ibv_qp* base, ibv_qp_attr* attr, int mask) {
     std::lock_guard lock(state().mutex);
     auto& qp = *static_cast<FakeQp*>(base);
-    int needs = ib::kMaskState;
-    if (attr->qp_state == ib::kStateInit) needs |= ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess;
-    if (attr->qp_state == ib::kStateRtr)
-      needs |= ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn | ib::kMaskDestRdAtomic |
-               ib::kMaskRnrTimer;
-    if (attr->qp_state == ib::kStateRts)
-      needs |= ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskRdAtomic;
+    int needs = IBV_QP_STATE;
+    if (attr->qp_state == IBV_QPS_INIT) needs |= IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+    if (attr->qp_state == IBV_QPS_RTR)
+      needs |= IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+               IBV_QP_MIN_RNR_TIMER;
+    if (attr->qp_state == IBV_QPS_RTS)
+      needs |= IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
     if (mask != needs || attr->qp_state != qp.state + 1) {
       fail(text("state {} to {} with attributes {}", qp.state, attr->qp_state, mask));
       return errno = EINVAL;
     }
     qp.state = attr->qp_state;
-    if (qp.state == ib::kStateInit && !(attr->qp_access_flags & ib::kAccessRemoteAtomic))
+    if (qp.state == IBV_QPS_INIT && !(attr->qp_access_flags & IBV_ACCESS_REMOTE_ATOMIC))
       fail("a queue pair without atomics");
-    if (qp.state == ib::kStateRtr) return join(qp, *attr);
-    if (qp.state == ib::kStateRts) qp.sends_from = attr->sq_psn;
+    if (qp.state == IBV_QPS_RTR) return join(qp, *attr);
+    if (qp.state == IBV_QPS_RTS) qp.sends_from = attr->sq_psn;
     const auto peer = state().qps.find(qp.peer);
-    if (qp.state == ib::kStateRts && peer != state().qps.end() && peer->second->state >= ib::kStateRtr &&
+    if (qp.state == IBV_QPS_RTS && peer != state().qps.end() && peer->second->state >= IBV_QPS_RTR &&
         peer->second->expects_from != qp.sends_from)
       fail("the ends do not agree about where they begin");
     return 0;
   }
-  static int join(FakeQp& qp, const ib::QpAttr& attr) {
+  static int join(FakeQp& qp, const ibv_qp_attr& attr) {
     const auto peer = state().qps.find(attr.dest_qp_num);
     if (peer == state().qps.end() || attr.path_mtu == 0 || !attr.ah_attr.is_global ||
         attr.ah_attr.port_num != 2) {
@@ -182,24 +183,24 @@ struct FakeMlx5Calls {
     return qp.pair->connect(peer->second->pair->address()).ok() ? 0 : (errno = EINVAL);
   }
 
-  static int init_obj(mlx5::Object* object, uint64_t type) {
+  static int init_obj(mlx5dv_obj* object, uint64_t type) {
     std::lock_guard lock(state().mutex);
-    if (type == mlx5::kObjectAh) return FakeDevx::init_ah(object);
-    if (type == mlx5::kObjectPd) {
-      static_cast<mlx5::DirectPd*>(object->pd.out)->number = static_cast<FakePd*>(object->pd.in)->number;
+    if (type == MLX5DV_OBJ_AH) return FakeDevx::init_ah(object);
+    if (type == MLX5DV_OBJ_PD) {
+      static_cast<mlx5dv_pd*>(object->pd.out)->pdn = reinterpret_cast<FakePd*>(object->pd.in)->number;
       return 0;
     }
-    if (type != (mlx5::kObjectQp | mlx5::kObjectCq)) return EINVAL;
+    if (type != (MLX5DV_OBJ_QP | MLX5DV_OBJ_CQ)) return EINVAL;
     const auto* qp = static_cast<FakeQp*>(object->qp.in);
     const ibgda::QueueMemory& memory = qp->pair->memory();
-    auto* direct = static_cast<mlx5::DirectQp*>(object->qp.out);
-    direct->record = memory.record;
-    direct->sends = {memory.ring, memory.blocks, ibgda::kBlockBytes};
-    direct->doorbell = {memory.doorbell, 0};
-    auto* completions = static_cast<mlx5::DirectCq*>(object->cq.out);
-    completions->buffer = memory.completions;
-    completions->entries = memory.entries;
-    completions->entry_bytes = ibgda::kBlockBytes;
+    auto* direct = static_cast<mlx5dv_qp*>(object->qp.out);
+    direct->dbrec = memory.record;
+    direct->sq = {memory.ring, memory.blocks, ibgda::kBlockBytes};
+    direct->bf = {memory.doorbell, 0};
+    auto* completions = static_cast<mlx5dv_cq*>(object->cq.out);
+    completions->buf = memory.completions;
+    completions->cqe_cnt = memory.entries;
+    completions->cqe_size = ibgda::kBlockBytes;
     return 0;
   }
   static ModelNic* nic_of(uint32_t pd) {
@@ -207,7 +208,7 @@ struct FakeMlx5Calls {
     const auto found = state().pds.find(pd);
     return found == state().pds.end() ? nullptr : found->second->nic.get();
   }
-  static bool is_supported(ib::Device*) { return state().fake->is_mlx5_; }
+  static bool is_supported(ibv_device*) { return state().fake->is_mlx5_; }
 };
 
 FakeMlx5::FakeMlx5(NicPlan plan) : model_(plan), devx_(FakeMlx5Calls::nic_of) {

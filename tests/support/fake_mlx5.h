@@ -10,7 +10,7 @@
 
 #include "support/fake_devx.h"
 #include "support/nic_model.h"
-#include "transports/ibgda/mlx5_abi.h"
+#include "transports/ibgda/mlx5_library.h"
 
 namespace weft::testing {
 

@@ -38,7 +38,7 @@ struct SharedAllocator {
     auto current = CudaContext::enter(0);
     if (!current.ok() ||
         current->driver().cuMemHostAlloc(&made, count * sizeof(T),
-                                         kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap) != 0)
+                                         CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP) != 0)
       throw std::bad_alloc();
     return static_cast<T*>(made);
   }

@@ -198,21 +198,14 @@ inline bool Stranger::write_imm(uint64_t imm, const RailKey& to, const std::stri
 }
 
 inline bool Stranger::say_with_data(uint64_t data, const std::string& rail_address, double seconds) {
-  struct MessageCalls {
-    size_t bytes;
-    provider::fi::Slot others[7];
-    ssize_t (*senddata)(provider::fi::Endpoint*, const void*, size_t, void* desc, uint64_t data, uint64_t to,
-                        void* context);
-  };
-  provider::fi::Endpoint* const endpoint = provider::fabric_objects(*rail_).endpoint;
+  fid_ep* const endpoint = provider::fabric_objects(*rail_).endpoint;
   const size_t b = endpoint ? free_buffer(seconds) : 0;
   if (b == 0) return false;
-  const auto* calls = reinterpret_cast<const MessageCalls*>(endpoint->msg);
   const uint64_t to = provider::fabric_address(*rail_, route_to(rail_address));
   ssize_t code = -EAGAIN;
   wait_until(Deadline::after_s(seconds), [&] {
     poll();
-    code = calls->senddata(endpoint, nullptr, 0, nullptr, data, to, &buffers_[b].context);
+    code = endpoint->msg->senddata(endpoint, nullptr, 0, nullptr, data, to, &buffers_[b].context);
     return code != -EAGAIN;
   });
   buffers_[b].is_free = code != 0;

@@ -36,7 +36,7 @@ def test_ranks_outlive_children_of_every_kind(tmp_path: Path) -> None:
 def test_cpu_ranks_open_no_cuda_driver_and_children_do_not_call_their_parents(tmp_path: Path) -> None:
     """A real driver ended a child that called it (SIGSEGV in cuInit); this one has the names, and counts."""
     header = (ROOT / "src" / "base" / "cuda_driver.h").read_text()
-    names = re.findall(r"WEFT_CUDA_FUNCTION\([\s\\]*\w+,[\s\\]*(cu\w+),", header)
+    names = re.findall(r"WEFT_CUDA_FUNCTION\([\s\\]*\w+,[\s\\]*(cu\w+)\)", header)
     counted = {
         "cuInit": 'FILE* calls = fopen(getenv("CUDA_CALLS"), "a"); fputc(\'+\', calls); fclose(calls);',
         "cuDeviceGetCount": "*(int*)first = 1;",

@@ -11,40 +11,6 @@
 #include "transports/ibgda/mlx5_commands.h"
 #include "transports/ibgda/mlx5_device_queue.h"
 
-#if __has_include(<infiniband/mlx5dv.h>)
-#include <infiniband/mlx5dv.h>
-
-namespace weft::ibgda::mlx5 {
-
-#define SAME_PLACE(mine, member, theirs, their_member) \
-  static_assert(offsetof(mine, member) == offsetof(theirs, their_member))
-
-static_assert(sizeof(UmemIn) == sizeof(mlx5dv_devx_umem_in) && kUmemDmabuf == MLX5DV_UMEM_MASK_DMABUF);
-SAME_PLACE(UmemIn, at, mlx5dv_devx_umem_in, addr);
-SAME_PLACE(UmemIn, bytes, mlx5dv_devx_umem_in, size);
-SAME_PLACE(UmemIn, access, mlx5dv_devx_umem_in, access);
-SAME_PLACE(UmemIn, page_sizes, mlx5dv_devx_umem_in, pgsz_bitmap);
-SAME_PLACE(UmemIn, comp_mask, mlx5dv_devx_umem_in, comp_mask);
-SAME_PLACE(UmemIn, dmabuf, mlx5dv_devx_umem_in, dmabuf_fd);
-SAME_PLACE(Umem, number, mlx5dv_devx_umem, umem_id);
-static_assert(sizeof(Uar) == sizeof(mlx5dv_devx_uar));
-SAME_PLACE(Uar, reg, mlx5dv_devx_uar, reg_addr);
-SAME_PLACE(Uar, page, mlx5dv_devx_uar, page_id);
-static_assert(sizeof(ContextAttr) == sizeof(mlx5dv_context_attr) &&
-              kContextDevx == MLX5DV_CONTEXT_FLAGS_DEVX);
-static_assert(sizeof(DirectPd) == sizeof(mlx5dv_pd));
-SAME_PLACE(DirectPd, number, mlx5dv_pd, pdn);
-SAME_PLACE(DirectAh, vector, mlx5dv_ah, av);
-static_assert(sizeof(AddressVector) == sizeof(mlx5_wqe_av));
-SAME_PLACE(AddressVector, mac, mlx5_wqe_av, rmac);
-SAME_PLACE(AddressVector, gid, mlx5_wqe_av, rgid);
-SAME_PLACE(Object, ah, mlx5dv_obj, ah);
-SAME_PLACE(Object, pd, mlx5dv_obj, pd);
-static_assert(kObjectAh == MLX5DV_OBJ_AH && kObjectPd == MLX5DV_OBJ_PD);
-
-}  // namespace weft::ibgda::mlx5
-#endif
-
 namespace weft {
 namespace {
 

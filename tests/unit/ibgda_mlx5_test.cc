@@ -1,46 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The set-up of mlx5 NICs: what is missing is named, and transports/ibgda/mlx5_abi.h against rdma-core's headers where
-// they are installed. That it makes queues that work: the channel suite over Mlx5Fixture.
+// The set-up of mlx5 NICs: what is missing is named. That it makes queues that work: the channel suite over Mlx5Fixture.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "conformance/fixtures.h"
 #include "transports/ibgda/mlx5_nic.h"
-
-#if __has_include(<infiniband/mlx5dv.h>)
-#include <infiniband/mlx5dv.h>
-
-namespace weft::ibgda::mlx5 {
-
-#define SAME_PLACE(mine, member, theirs, their_member) \
-  static_assert(offsetof(mine, member) == offsetof(theirs, their_member))
-
-static_assert(sizeof(CqInitAttr) == sizeof(ibv_cq_init_attr_ex));
-SAME_PLACE(CqInitAttr, entries, ibv_cq_init_attr_ex, cqe);
-SAME_PLACE(CqInitAttr, comp_mask, ibv_cq_init_attr_ex, comp_mask);
-SAME_PLACE(CqInitAttr, flags, ibv_cq_init_attr_ex, flags);
-static_assert(kCqMaskFlags == IBV_CQ_INIT_ATTR_MASK_FLAGS &&
-              kCqIgnoreOverrun == IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN);
-static_assert(sizeof(DirectQp) == sizeof(mlx5dv_qp));
-SAME_PLACE(DirectQp, record, mlx5dv_qp, dbrec);
-SAME_PLACE(DirectQp, sends.buffer, mlx5dv_qp, sq.buf);
-SAME_PLACE(DirectQp, sends.blocks, mlx5dv_qp, sq.wqe_cnt);
-SAME_PLACE(DirectQp, sends.stride, mlx5dv_qp, sq.stride);
-SAME_PLACE(DirectQp, doorbell.reg, mlx5dv_qp, bf.reg);
-SAME_PLACE(DirectQp, comp_mask, mlx5dv_qp, comp_mask);
-static_assert(sizeof(DirectCq) == sizeof(mlx5dv_cq));
-SAME_PLACE(DirectCq, buffer, mlx5dv_cq, buf);
-SAME_PLACE(DirectCq, entries, mlx5dv_cq, cqe_cnt);
-SAME_PLACE(DirectCq, entry_bytes, mlx5dv_cq, cqe_size);
-SAME_PLACE(DirectCq, comp_mask, mlx5dv_cq, comp_mask);
-static_assert(sizeof(Object) == sizeof(mlx5dv_obj));
-SAME_PLACE(Object, qp, mlx5dv_obj, qp);
-SAME_PLACE(Object, cq, mlx5dv_obj, cq);
-static_assert(kObjectQp == MLX5DV_OBJ_QP && kObjectCq == MLX5DV_OBJ_CQ);
-
-}  // namespace weft::ibgda::mlx5
-#endif
 
 namespace weft {
 namespace {

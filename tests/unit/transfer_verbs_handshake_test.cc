@@ -175,20 +175,20 @@ class Forger {
  public:
   Forger() {
     int count = 0;
-    ib::Device** devices = ib_.get_device_list(&count);
+    ibv_device** devices = ib_.get_device_list(&count);
     context_ = ib_.open_device(devices[0]);
     ib_.free_device_list(devices);
     pd_ = ib_.alloc_pd(context_);
     cq_ = ib_.create_cq(context_, 64, nullptr, nullptr, 0);
-    ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {64, 64, 1, 1, 0}, ib::kTypeUd, 1};
+    ibv_qp_init_attr init{nullptr, cq_, cq_, nullptr, {64, 64, 1, 1, 0}, IBV_QPT_UD, 1};
     qp_ = ib_.create_qp(pd_, &init);
-    ib::QpAttr attr{};
-    attr.qp_state = ib::kStateInit;
-    ib_.modify_qp(qp_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey);
-    attr.qp_state = ib::kStateRtr;
-    ib_.modify_qp(qp_, &attr, ib::kMaskState);
-    attr.qp_state = ib::kStateRts;
-    ib_.modify_qp(qp_, &attr, ib::kMaskState | ib::kMaskSqPsn);
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_INIT;
+    ib_.modify_qp(qp_, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
+    attr.qp_state = IBV_QPS_RTR;
+    ib_.modify_qp(qp_, &attr, IBV_QP_STATE);
+    attr.qp_state = IBV_QPS_RTS;
+    ib_.modify_qp(qp_, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
   }
   ~Forger() {
     ib_.destroy_qp(qp_);
@@ -197,11 +197,11 @@ class Forger {
     ib_.close_device(context_);
   }
   void send(const provider::Handshake& handshake, const Place& to) {
-    ib::Sge part{reinterpret_cast<uint64_t>(&handshake), sizeof handshake, 0};
-    ib::SendWr wr{}, *bad = nullptr;
+    ibv_sge part{reinterpret_cast<uint64_t>(&handshake), sizeof handshake, 0};
+    ibv_send_wr wr{}, *bad = nullptr;
     wr.sg_list = &part;
     wr.num_sge = 1;
-    wr.opcode = ib::kOpSend;
+    wr.opcode = IBV_WR_SEND;
     wr.wr.ud.remote_qpn = to.handshake_qpn;
     wr.wr.ud.remote_qkey = to.qkey;
     EXPECT_EQ(context_->ops.post_send(qp_, &wr, &bad), 0);
@@ -209,10 +209,10 @@ class Forger {
 
  private:
   ib::Library ib_ = fake_verbs_library();
-  ib::Context* context_ = nullptr;
-  ib::Pd* pd_ = nullptr;
-  ib::Cq* cq_ = nullptr;
-  ib::Qp* qp_ = nullptr;
+  ibv_context* context_ = nullptr;
+  ibv_pd* pd_ = nullptr;
+  ibv_cq* cq_ = nullptr;
+  ibv_qp* qp_ = nullptr;
 };
 
 Place place_of(const Rail& rail) {

@@ -229,7 +229,7 @@ TEST(VerbsRecovery, AnInterfaceThatWasDownIsUsedAgain) {
 
 TEST(VerbsRecovery, AJoinThatFailsHalfWayIsTriedAgain) {
   namespace ib = provider::ib;
-  for (const int state : {ib::kStateRtr, ib::kStateRts}) {
+  for (const int state : {IBV_QPS_RTR, IBV_QPS_RTS}) {
     Ends ends;
     fake_verbs_refuse_once(state);
     Context context;

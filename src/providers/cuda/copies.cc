@@ -37,7 +37,7 @@ Status Copies::make_streams() {
   const RelaxedCapture relaxed(driver_);
   void* pinned = nullptr;
   WEFT_TRY(cuda_status(driver_.cuMemHostAlloc(&pinned, sizeof *passed_ * kStreams,
-                                              kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
+                                              CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
                        "pinning {} words for copies of cuda:{}", kStreams, device_));
   passed_ = static_cast<std::atomic<uint64_t>*>(pinned);
   for (uint32_t i = 0; i < kStreams; ++i) passed_[i].store(0, std::memory_order_relaxed);
@@ -58,7 +58,7 @@ Status Copies::prepare_kernel() {
   const RelaxedCapture relaxed(driver_);
   void* pinned = nullptr;
   WEFT_TRY(
-      cuda_status(driver_.cuMemHostAlloc(&pinned, kListBytes * kLists * kStreams, kCuMemHostAllocPortable),
+      cuda_status(driver_.cuMemHostAlloc(&pinned, kListBytes * kLists * kStreams, CU_MEMHOSTALLOC_PORTABLE),
                   "pinning lists of pages for cuda:{}", device_));
   host_lists_ = static_cast<Stretch*>(pinned);
   WEFT_TRY(cuda_status(driver_.cuMemAlloc(&gpu_lists_, kListBytes * kStreams),
@@ -158,7 +158,7 @@ Result<Pinned> Pinned::make(const Copies& copies, void* data, uint64_t bytes) {
   const CudaDriver& driver = current.driver();
   const RelaxedCapture relaxed(driver);
   const CUresult pinned =
-      driver.cuMemHostRegister(data, bytes, kCuMemHostRegisterPortable | kCuMemHostRegisterDeviceMap);
+      driver.cuMemHostRegister(data, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
   if (pinned != CUDA_SUCCESS)  // no log line: some callers do without
     return Status::make(Code::kSystem, "pinning {} bytes for cuda:{}: CUDA error {}", bytes, copies.device(),
                         pinned);

@@ -48,7 +48,7 @@ class FabricRail : public Rail {
       close_parts(fi_, nic_.name, parts);
   }
 
-  Status open(fi::Info& info) {
+  Status open(fi_info& info) {
     auto step = [&](const char* what, int code) {
       return code == 0 ? Status() : logged(fi::failure(fi_, code, text("fabric: {} on {}", what, nic_.name)));
     };
@@ -59,24 +59,24 @@ class FabricRail : public Rail {
     if (!nic_.caps.device_memory && nic_.provider != "fabric:tcp") inject_bytes_ = info.tx_attr->inject_size;
     WEFT_TRY(step("fi_fabric", fi_.fabric(info.fabric_attr, &fabric_, nullptr)));
     WEFT_TRY(step("fi_domain", fabric_->ops->domain(fabric_, &info, &domain_, nullptr)));
-    fi::CqAttr cq{};
+    fi_cq_attr cq{};
     cq.size = nic_.caps.cq_depth;
-    cq.format = fi::kCqFormatData;
+    cq.format = FI_CQ_FORMAT_DATA;
     WEFT_TRY(step("fi_cq_open", domain_->ops->cq_open(domain_, &cq, &cq_, nullptr)));
-    fi::AvAttr av{};
-    av.type = fi::kAvTable;
+    fi_av_attr av{};
+    av.type = FI_AV_TABLE;
     WEFT_TRY(step("fi_av_open", domain_->ops->av_open(domain_, &av, &av_, nullptr)));
     WEFT_TRY(step("fi_endpoint", domain_->ops->endpoint(domain_, &info, &ep_, nullptr)));
     WEFT_TRY(step("binding addresses", ep_->fid.ops->bind(&ep_->fid, &av_->fid, 0)));
-    WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, fi::kSend | fi::kRecv)));
+    WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, FI_SEND | FI_RECV)));
     if (nic_.provider == "fabric:efa") forbid_detours();
-    const int enabled = ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr);
+    const int enabled = ep_->fid.ops->control(&ep_->fid, FI_ENABLE, nullptr);
     WEFT_TRY(
         step(enabled == -EINVAL && nic_.provider == "fabric:verbs"
                  ? "fi_enable (FI_UNIVERSE_SIZE=16 makes completion queues shorter than the device's limit)"
                  : "fi_enable",
              enabled));
-    if (mr_mode_ & fi::kMrProvKey) WEFT_TRY(check_keys_end());
+    if (mr_mode_ & FI_MR_PROV_KEY) WEFT_TRY(check_keys_end());
     char bytes[512];
     size_t count = sizeof bytes;
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
@@ -157,25 +157,25 @@ class FabricRail : public Rail {
   Result<Registration> enroll(const Range& range, uint32_t access) override {
     if (access & kTemporary) return register_temporary(range, access);
     const iovec part{range.data, range.bytes};
-    fi::MrAttr attr{};
+    fi_mr_attr attr{};
     attr.mr_iov = &part;
     attr.iov_count = 1;
-    attr.access = fi::kSend | fi::kWrite;
-    if (!(access & kReadOnly)) attr.access |= fi::kRecv | fi::kRead;
-    if (access & kRemoteRead) attr.access |= fi::kRemoteRead;
-    if (access & kRemoteWrite) attr.access |= fi::kRemoteWrite;
-    if (!(mr_mode_ & fi::kMrProvKey)) {
+    attr.access = FI_SEND | FI_WRITE;
+    if (!(access & kReadOnly)) attr.access |= FI_RECV | FI_READ;
+    if (access & kRemoteRead) attr.access |= FI_REMOTE_READ;
+    if (access & kRemoteWrite) attr.access |= FI_REMOTE_WRITE;
+    if (!(mr_mode_ & FI_MR_PROV_KEY)) {
       WEFT_TRY_ASSIGN(attr.requested_key, make_key());
     }
     if (range.kind == MemoryKind::kCuda) {
-      attr.iface = fi::kHmemCuda;
+      attr.iface = FI_HMEM_CUDA;
       attr.device.cuda = range.device;
     }
-    fi::Mr* mr = nullptr;
+    fid_mr* mr = nullptr;
     int code = domain_->mr->regattr(&domain_->fid, &attr, 0, &mr);
-    if (code == 0 && (mr_mode_ & fi::kMrEndpoint)) {
+    if (code == 0 && (mr_mode_ & FI_MR_ENDPOINT)) {
       code = mr->fid.ops->bind(&mr->fid, &ep_->fid, 0);
-      if (code == 0) code = mr->fid.ops->control(&mr->fid, fi::kControlEnable, nullptr);
+      if (code == 0) code = mr->fid.ops->control(&mr->fid, FI_ENABLE, nullptr);
       if (code != 0) fi::close(mr->fid);
     }
     if (code != 0) {
@@ -187,7 +187,7 @@ class FabricRail : public Rail {
     made.handle = mr;
     made.lkey = mr->mem_desc;
     made.rkey = mr->key;
-    made.base = (mr_mode_ & fi::kMrVirtAddr) ? reinterpret_cast<uint64_t>(range.data) : 0;
+    made.base = (mr_mode_ & FI_MR_VIRT_ADDR) ? reinterpret_cast<uint64_t>(range.data) : 0;
     if (pages_) pages_->allow(made, range, access);
     return made;
   }
@@ -195,14 +195,14 @@ class FabricRail : public Rail {
   void release(Registration& registration) override {
     if (grants_keys() && registration.handle) take_back(registration.rkey);
     if (pages_ && registration.rkey) pages_->forbid(registration);
-    if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
+    if (registration.handle) fi::close(static_cast<fid_mr*>(registration.handle)->fid);
     registration = {};
   }
 
   // Closing the endpoint takes in what has come, and libfabric looks then at the registrations of the receives that it
   // goes to. Not where a registration is a part of the endpoint, nor over shm, where the endpoint may outlive the rail.
   void stop() override {
-    if (!ep_ || nic_.caps.same_host || (mr_mode_ & fi::kMrEndpoint)) return;
+    if (!ep_ || nic_.caps.same_host || (mr_mode_ & FI_MR_ENDPOINT)) return;
     if (guard_) guard_->end_of_listener();
     close_parts(fi_, nic_.name, {&ep_->fid});
     ep_ = nullptr;
@@ -234,7 +234,7 @@ class FabricRail : public Rail {
   }
 
   Posted post_recv(void* data, uint64_t bytes, void* lkey, Context* context) override {
-    return answer(ep_->msg->recv(ep_, data, bytes, lkey, fi::kAddressUnspecified, context));
+    return answer(ep_->msg->recv(ep_, data, bytes, lkey, FI_ADDR_UNSPEC, context));
   }
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
@@ -269,11 +269,11 @@ class FabricRail : public Rail {
       events[made++] = std::move(ready_.front());
       ready_.pop_front();
     }
-    fi::CqDataEntry entries[kEntriesPerRead];
+    fi_cq_data_entry entries[kEntriesPerRead];
     const size_t room = std::min(max - made, kEntriesPerRead);
     if (room == 0) return made;
     const ssize_t count = cq_->ops->read(cq_, entries, room);
-    if (count == -fi::kErrAvail) return made + take_error(events[made]);
+    if (count == -FI_EAVAIL) return made + take_error(events[made]);
     // Last: why the peer has taken its memory back may lie in the queue.
     for (; count <= 0 && made < max && !refused_.empty(); refused_.pop_front())
       events[made++] = std::move(refused_.front());
@@ -403,7 +403,7 @@ class FabricRail : public Rail {
   // Whether others of this host copy to and from registered memory by themselves, so that keys must have a place in this
   // process's table.
   bool grants_keys() const {
-    return may_copy_across_ && (mr_mode_ & fi::kMrVirtAddr) && !(mr_mode_ & fi::kMrProvKey);
+    return may_copy_across_ && (mr_mode_ & FI_MR_VIRT_ADDR) && !(mr_mode_ & FI_MR_PROV_KEY);
   }
 
   Result<uint64_t> make_key() const {
@@ -418,11 +418,11 @@ class FabricRail : public Rail {
 
   Posted post_delivered(const RmaOp& op, uint64_t to) {
     iovec from{op.piece.local, op.piece.bytes};
-    fi::RmaIov into{op.piece.remote, op.piece.bytes, op.piece.rkey};
+    fi_rma_iov into{op.piece.remote, op.piece.bytes, op.piece.rkey};
     void* desc = op.piece.lkey;
-    fi::MsgRma message{&from, &desc, 1, to, &into, 1, op.context, op.imm};
+    fi_msg_rma message{&from, &desc, 1, to, &into, 1, op.context, op.imm};
     return answer(
-        ep_->rma->writemsg(ep_, &message, fi::kDeliveryComplete | (op.has_imm ? fi::kRemoteCqData : 0)));
+        ep_->rma->writemsg(ep_, &message, FI_DELIVERY_COMPLETE | (op.has_imm ? FI_REMOTE_CQ_DATA : 0)));
   }
 
   Posted answer(ssize_t code) {
@@ -432,13 +432,13 @@ class FabricRail : public Rail {
     return Posted::kFatal;
   }
 
-  static bool translate(const fi::CqDataEntry& entry, Event& event) {
+  static bool translate(const fi_cq_data_entry& entry, Event& event) {
     event.peer_gone = event.key_refused = false;
     event.context = static_cast<Context*>(entry.op_context);
     event.bytes = entry.len;
     // A message may carry data, too, which says nothing here. It used a receive, which must come back.
-    const bool is_message = (entry.flags & fi::kRecv) != 0;
-    if (!is_message && (entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
+    const bool is_message = (entry.flags & FI_RECV) != 0;
+    if (!is_message && (entry.flags & FI_REMOTE_CQ_DATA) && !(entry.flags & FI_WRITE)) {
       event.kind = EventKind::kImm;
       event.imm = entry.data;
       return true;
@@ -448,7 +448,7 @@ class FabricRail : public Rail {
   }
 
   size_t take_error(Event& event) {
-    fi::CqErrEntry entry{};
+    fi_cq_err_entry entry{};
     if (cq_->ops->readerr(cq_, &entry, 0) <= 0) return 0;
     char words[256] = {};
     const char* said = cq_->ops->strerror
@@ -474,9 +474,9 @@ class FabricRail : public Rail {
   // either.
   void forbid_detours() {
     const bool is_permitted = false;
-    for (int option : {fi::kOptSharedMemoryPermitted, fi::kOptCudaApiPermitted}) {
+    for (int option : {FI_OPT_SHARED_MEMORY_PERMITTED, FI_OPT_CUDA_API_PERMITTED}) {
       const int code =
-          ep_->ops->setopt(&ep_->fid, fi::kOptEndpoint, option, &is_permitted, sizeof is_permitted);
+          ep_->ops->setopt(&ep_->fid, FI_OPT_ENDPOINT, option, &is_permitted, sizeof is_permitted);
       if (code != 0) log_info("fabric: option {} on {}: {}", option, nic_.name, fi_.strerror(-code));
     }
   }
@@ -485,11 +485,11 @@ class FabricRail : public Rail {
   Nic nic_;
   bool may_copy_across_;
   const std::string secret_;
-  fi::Fabric* fabric_ = nullptr;
-  fi::Domain* domain_ = nullptr;
-  fi::Cq* cq_ = nullptr;
-  fi::Av* av_ = nullptr;
-  fi::Endpoint* ep_ = nullptr;
+  fid_fabric* fabric_ = nullptr;
+  fid_domain* domain_ = nullptr;
+  fid_cq* cq_ = nullptr;
+  fid_av* av_ = nullptr;
+  fid_ep* ep_ = nullptr;
   int mr_mode_ = 0;
   size_t key_bytes_ = 8;
   std::optional<size_t> inject_bytes_;  // none: nothing is injected
@@ -515,7 +515,7 @@ class Fabric : public Provider {
     const auto found = fi::find_networks(**library, kind_);
     if (!found.ok()) return {unusable(found.status())};
     std::vector<Nic> nics;
-    for (const fi::Info* info = found->first(); info; info = info->next) {
+    for (const fi_info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
       if (!nic.usable() && kind_ == "tcp") continue;
       const auto known =
@@ -532,7 +532,7 @@ class Fabric : public Provider {
     WEFT_TRY_ASSIGN(const fi::Library* library, fi::open_library());
     if (kind_ == "shm") remove_regions_of_the_dead();
     WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
-    for (fi::Info* info = found.first(); info; info = info->next) {
+    for (fi_info* info = found.first(); info; info = info->next) {
       if (nic_name(*info, kind_) != nic.name || !why_unfit(*info, kind_).empty()) continue;
       auto rail =
           std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm", options.secret);
@@ -563,7 +563,7 @@ FabricObjects fabric_objects(Rail& rail) {
 
 uint64_t fabric_address(Rail& rail, Route route) {
   auto* fabric = dynamic_cast<FabricRail*>(&rail);
-  return fabric ? fabric->address_of(route) : fi::kAddressUnspecified;
+  return fabric ? fabric->address_of(route) : FI_ADDR_UNSPEC;
 }
 
 std::shared_ptr<Provider> make_fabric(const std::string& kind) {

@@ -11,19 +11,19 @@
 
 #include "providers/provider.h"
 
+namespace weft {
+struct fid_ep;
+struct fid_cq;
+}  // namespace weft
+
 namespace weft::provider {
 
 std::shared_ptr<Provider> make_fabric(const std::string& kind);
 
-namespace fi {
-struct Endpoint;
-struct Cq;
-}  // namespace fi
-
 // libfabric's own objects under a fabric rail, for the raw baseline of the benchmark; null for other rails.
 struct FabricObjects {
-  fi::Endpoint* endpoint = nullptr;
-  fi::Cq* cq = nullptr;
+  fid_ep* endpoint = nullptr;
+  fid_cq* cq = nullptr;
 };
 FabricObjects fabric_objects(Rail& rail);
 uint64_t fabric_address(Rail& rail, Route route);  // what libfabric calls the peer

@@ -86,18 +86,18 @@ bool is_sockets(const std::string& kind) {
   return kind == "tcp";
 }
 
-Info* make_hints(const Library& library, const std::string& kind, bool device_memory) {
-  Info* hints = library.dupinfo(nullptr);
+fi_info* make_hints(const Library& library, const std::string& kind, bool device_memory) {
+  fi_info* hints = library.dupinfo(nullptr);
   if (!hints) return nullptr;
-  hints->caps = kMsg | kRma | (device_memory ? kHmem : 0);
-  hints->mode = kContext | kContext2;
-  hints->ep_attr->type = kEpRdm;
-  hints->domain_attr->mr_mode =
-      kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (device_memory ? kMrHmem : 0);
-  hints->domain_attr->threading = kThreadDomain;
+  hints->caps = FI_MSG | FI_RMA | (device_memory ? FI_HMEM : 0);
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
+                                FI_MR_ENDPOINT | (device_memory ? FI_MR_HMEM : 0);
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->fabric_attr->prov_name = strdup(kind.c_str());
-  if (is_sockets(kind)) hints->addr_format = kFormatSockaddrIn;
-  if (kind == "efa") hints->tx_attr->tclass = kTrafficLowLatency;
+  if (is_sockets(kind)) hints->addr_format = FI_SOCKADDR_IN;
+  if (kind == "efa") hints->tx_attr->tclass = FI_TC_LOW_LATENCY;
   return hints;
 }
 
@@ -116,10 +116,10 @@ void read_settings(const Library& library, uint32_t limit) {
     if (limit / kEntriesPerConnection < kUniverse)
       universe.emplace("FI_UNIVERSE_SIZE", text("{}", std::max(limit / kEntriesPerConnection, 1u)));
   }
-  Info* hints = library.dupinfo(nullptr);
+  fi_info* hints = library.dupinfo(nullptr);
   if (!hints) return;
   hints->fabric_attr->prov_name = strdup("none");  // every provider reads, and none answers
-  Info* found = nullptr;
+  fi_info* found = nullptr;
   if (library.getinfo(kApiVersion, nullptr, nullptr, 0, hints, &found) == 0) library.freeinfo(found);
   library.freeinfo(hints);
 }
@@ -175,10 +175,10 @@ Result<InfoList> find_networks(const Library& library, const std::string& kind) 
   const char* const node = is_shm ? name.c_str() : nullptr;
   for (bool device_memory : {true, false}) {
     if (device_memory && !may_reach_devices) continue;
-    Info* hints = make_hints(library, kind, device_memory);
+    fi_info* hints = make_hints(library, kind, device_memory);
     if (!hints) return Status(Code::kSystem, "libfabric: no memory for hints");
-    Info* found = nullptr;
-    code = library.getinfo(kApiVersion, node, nullptr, node ? kSource : 0, hints, &found);
+    fi_info* found = nullptr;
+    code = library.getinfo(kApiVersion, node, nullptr, node ? FI_SOURCE : 0, hints, &found);
     library.freeinfo(hints);
     if (code == 0) return InfoList(library, found);
   }

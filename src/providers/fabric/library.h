@@ -11,18 +11,22 @@
 
 namespace weft::provider::fi {
 
+// Symbol versions FABRIC_1.3 (fi_getinfo, fi_dupinfo, fi_freeinfo), FABRIC_1.1 (fi_fabric) and FABRIC_1.0: their layouts
+// stay as they are, and newer ones are these with more at their ends.
 struct Library {
-  int (*getinfo)(uint32_t version, const char* node, const char* service, uint64_t flags, const Info* hints,
-                 Info** info) = nullptr;
-  void (*freeinfo)(Info*) = nullptr;
-  Info* (*dupinfo)(const Info*) = nullptr;
-  int (*fabric)(FabricAttr*, Fabric**, void* context) = nullptr;
-  const char* (*strerror)(int) = nullptr;
-  uint32_t (*version)() = nullptr;
+  decltype(&fi_getinfo) getinfo = nullptr;
+  decltype(&fi_freeinfo) freeinfo = nullptr;
+  decltype(&fi_dupinfo) dupinfo = nullptr;
+  decltype(&fi_fabric) fabric = nullptr;
+  decltype(&fi_strerror) strerror = nullptr;
+  decltype(&fi_version) version = nullptr;
   void* handle = nullptr;
   std::string path;  // of its file
 };
 
+constexpr uint32_t version(uint32_t major, uint32_t minor) {
+  return major << 16 | minor;
+}
 constexpr uint32_t kApiVersion = version(1, 14);
 // Older ones end a process now and then while a peer of it dies: seen with 1.17, over tcp and shm.
 constexpr uint32_t kSoundVersion = version(2, 0);
@@ -49,14 +53,14 @@ Status failure(const Library& library, ssize_t code, const std::string& what);
 // Of an operation that failed with this number of errno: whether the way to the peer is broken.
 bool means_peer_gone(int error);
 
-inline int close(Fid& fid) {
-  return fid.ops->close(&fid);
+inline int close(fid& part) {
+  return part.ops->close(&part);
 }
 
 // Owns what fi_getinfo() gave.
 class InfoList {
  public:
-  InfoList(const Library& library, Info* first) : library_(&library), first_(first) {}
+  InfoList(const Library& library, fi_info* first) : library_(&library), first_(first) {}
   InfoList(InfoList&& other) noexcept : library_(other.library_), first_(other.first_) {
     other.first_ = nullptr;
   }
@@ -64,11 +68,11 @@ class InfoList {
   ~InfoList() {
     if (first_) library_->freeinfo(first_);
   }
-  Info* first() const { return first_; }
+  fi_info* first() const { return first_; }
 
  private:
   const Library* library_;
-  Info* first_;
+  fi_info* first_;
 };
 
 // What libfabric has for one kind of network: "tcp", "shm", "efa", "verbs", "cxi". One endpoint can be opened

@@ -16,10 +16,10 @@ namespace {
 constexpr uint32_t kTxDepthMax = 1024;
 constexpr uint64_t kCopiedPerPost = 1 << 20;
 
-Caps caps_of(const fi::Info& info, const std::string& kind) {
+Caps caps_of(const fi_info& info, const std::string& kind) {
   Caps caps;
   const uint64_t order = info.tx_attr->msg_order & info.rx_attr->msg_order;
-  caps.ordered_writes = (order & fi::kOrderWaw) && (order & fi::kOrderRmaWaw) &&
+  caps.ordered_writes = (order & FI_ORDER_WAW) && (order & FI_ORDER_RMA_WAW) &&
                         info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
   // cxi takes data with writes only when a variable of its own is set. Over verbs, connections share their receives, and a
   // shared receive that ends by such data libfabric takes for a message, since 1.16. Notices travel as messages there.
@@ -27,8 +27,8 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.imm_bits = info.domain_attr->cq_data_size >= 8 ? 64 : 32;
   // Its packets carry the Q_Key of the endpoint that they go to, a random number that is part of its address.
   if (kind == "efa") caps.source = Source::kAddress;
-  caps.device_memory = (info.caps & fi::kHmem) != 0;
-  caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
+  caps.device_memory = (info.caps & FI_HMEM) != 0;
+  caps.manual_progress = info.domain_attr->data_progress == FI_PROGRESS_MANUAL;
   caps.same_host = kind == "shm";
   caps.packs_small_pages = kind == "shm";
   caps.pages_apart = kind == "tcp";
@@ -49,39 +49,39 @@ constexpr const char* kNoAddress = "its interface has no address of IP but a lin
 
 }  // namespace
 
-std::string interface_address(const fi::Info& info) {
+std::string interface_address(const fi_info& info) {
   char text[INET_ADDRSTRLEN] = {};
-  if (info.addr_format == fi::kFormatSockaddrIn && info.src_addrlen >= sizeof(sockaddr_in))
+  if (info.addr_format == FI_SOCKADDR_IN && info.src_addrlen >= sizeof(sockaddr_in))
     inet_ntop(AF_INET, &static_cast<const sockaddr_in*>(info.src_addr)->sin_addr, text, sizeof text);
   return text;
 }
 
-std::string nic_name(const fi::Info& info, const std::string& kind) {
+std::string nic_name(const fi_info& info, const std::string& kind) {
   std::string name = info.domain_attr->name ? info.domain_attr->name : "?";
   if (kind == "verbs") return name.substr(0, name.find("-dgram"));
   const std::string address = interface_address(info);
   return address.empty() ? name : name + "@" + address;
 }
 
-std::string why_unfit(const fi::Info& info, const std::string& kind) {
+std::string why_unfit(const fi_info& info, const std::string& kind) {
   if (kind == "tcp") return interface_address(info).empty() ? "it has no address of IPv4" : "";
   if (kind != "verbs") return "";
   if (std::string_view(info.domain_attr->name ? info.domain_attr->name : "").ends_with("-dgram"))
     return kNoAddress;
   if (!interface_address(info).empty()) return "";
-  const bool is_v6 = info.addr_format == fi::kFormatSockaddrIn6 && info.src_addrlen >= sizeof(sockaddr_in6);
+  const bool is_v6 = info.addr_format == FI_SOCKADDR_IN6 && info.src_addrlen >= sizeof(sockaddr_in6);
   if (is_v6 && !IN6_IS_ADDR_LINKLOCAL(&static_cast<const sockaddr_in6*>(info.src_addr)->sin6_addr)) return "";
   return kNoAddress;
 }
 
-Nic describe(const fi::Info& info, const std::string& kind) {
+Nic describe(const fi_info& info, const std::string& kind) {
   Nic nic;
   nic.provider = "fabric:" + kind;
   nic.name = nic_name(info, kind);
   nic.caps = caps_of(info, kind);
   if (info.nic && info.nic->link_attr) nic.gbit_per_s = static_cast<double>(info.nic->link_attr->speed) / 1e9;
-  if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == 1) {
-    const fi::PciAttr& pci = info.nic->bus_attr->pci;
+  if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == FI_BUS_PCI) {
+    const fi_pci_attr& pci = info.nic->bus_attr->attr.pci;
     char text[32];
     snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id,
              pci.function_id);

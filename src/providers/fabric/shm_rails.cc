@@ -12,8 +12,8 @@ constexpr size_t kMostGone = 8;  // some MB each
 }  // namespace
 
 void close_parts(const fi::Library& library, const std::string& nic, const RailParts& parts) {
-  for (fi::Fid* fid : parts)
-    if (const int code = fid ? fi::close(*fid) : 0; code != 0)  // something of it was not closed before
+  for (fid* part : parts)
+    if (const int code = part ? fi::close(*part) : 0; code != 0)  // something of it was not closed before
       log_warn("fabric: closing a part of {}: {}", nic, library.strerror(-code));
 }
 

@@ -14,7 +14,7 @@
 namespace weft::provider {
 
 // In the order in which they are closed; null: not opened.
-using RailParts = std::array<fi::Fid*, 5>;
+using RailParts = std::array<fid*, 5>;
 
 void close_parts(const fi::Library& library, const std::string& nic, const RailParts& parts);
 

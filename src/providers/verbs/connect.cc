@@ -28,8 +28,8 @@ std::string hex(uint16_t number) {
 
 // Where a port's table has a partition. Its members are full ones, or limited ones, which reach full ones alone: the
 // top bit says which, and does not name a partition.
-std::optional<uint16_t> find_partition(const Library& library, Context* context, uint8_t port, int entries,
-                                       uint16_t wanted) {
+std::optional<uint16_t> find_partition(const Library& library, ibv_context* context, uint8_t port,
+                                       int entries, uint16_t wanted) {
   std::optional<uint16_t> found;
   for (int i = entries - 1; i >= 0; --i) {
     uint16_t key = 0;
@@ -43,18 +43,18 @@ std::optional<uint16_t> find_partition(const Library& library, Context* context,
 
 }  // namespace
 
-PortChoice choose_port(const Library& library, Context* context, const std::string& device) {
+PortChoice choose_port(const Library& library, ibv_context* context, const std::string& device) {
   PortChoice choice;
   const auto refuse = [&](std::string why) {
     choice.unusable_because = std::move(why);
     return choice;
   };
-  PortAttr& attr = choice.attr;
+  ibv_port_attr& attr = choice.attr;
   uint8_t& port = choice.port;
   const int64_t wanted = config().ib_port;
   for (port = 1; library.query_port(context, port, &attr) == 0; ++port)
-    if (attr.state == kPortActive && (wanted == 0 || wanted == port)) break;
-  if (library.query_port(context, port, &attr) != 0 || attr.state != kPortActive)
+    if (attr.state == IBV_PORT_ACTIVE && (wanted == 0 || wanted == port)) break;
+  if (library.query_port(context, port, &attr) != 0 || attr.state != IBV_PORT_ACTIVE)
     return refuse(wanted ? text("port {} (WEFT_IB_PORT) is not active", wanted) : "no port is active");
   std::vector<GidEntry> gids;
   for (int i = 0; i < attr.gid_tbl_len; ++i) {
@@ -64,7 +64,8 @@ PortChoice choose_port(const Library& library, Context* context, const std::stri
   choice.gid_index = config().gid_index >= 0 ? static_cast<int>(config().gid_index) : choose_gid(gids);
   if (choice.gid_index >= attr.gid_tbl_len)
     return refuse(text("GID {} (WEFT_GID_INDEX) is beyond its {}", choice.gid_index, attr.gid_tbl_len));
-  if (choice.gid_index < 0 && attr.link_layer == kLinkEthernet) return refuse("its port has no usable GID");
+  if (choice.gid_index < 0 && attr.link_layer == IBV_LINK_LAYER_ETHERNET)
+    return refuse("its port has no usable GID");
   if (const auto pkey = static_cast<uint16_t>(config().pkey)) {
     const auto found = find_partition(library, context, port, attr.pkey_tbl_len, pkey);
     if (!found)
@@ -75,8 +76,8 @@ PortChoice choose_port(const Library& library, Context* context, const std::stri
   return choice;
 }
 
-AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there) {
-  AhAttr ah{};
+ibv_ah_attr route_to(uint8_t port, int gid_index, const PortPlace& there) {
+  ibv_ah_attr ah{};
   ah.port_num = port;
   ah.dlid = there.lid;
   ah.sl = given_or(config().service_level, there.is_ethernet ? kRoceServiceLevel : 0);
@@ -94,35 +95,38 @@ uint8_t reads_of(int limit) {
   return static_cast<uint8_t>(std::clamp<int>(limit, 1, kReadDepth));
 }
 
-bool to_init(const Library& library, Qp* qp, const PortChoice& port, int access) {
-  QpAttr attr{};
-  attr.qp_state = kStateInit;
+bool to_init(const Library& library, ibv_qp* qp, const PortChoice& port, int access) {
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_INIT;
   attr.port_num = port.port;
   attr.pkey_index = port.pkey_index;
   attr.qp_access_flags = static_cast<unsigned>(access);
-  return library.modify_qp(qp, &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess) == 0;
+  return library.modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) ==
+         0;
 }
 
-bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
+bool to_ready(const Library& library, ibv_qp* qp, const ibv_ah_attr& route, uint8_t mtu,
               const Connection& connection) {
-  QpAttr attr{};
-  attr.qp_state = kStateRtr;
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTR;
   attr.path_mtu = mtu;
   attr.dest_qp_num = connection.qpn;
   attr.rq_psn = connection.receive_psn;
   attr.max_dest_rd_atomic = connection.reads_in;
   attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
   attr.ah_attr = route;
-  int mask = kMaskState | kMaskAv | kMaskMtu | kMaskDestQpn | kMaskRqPsn | kMaskDestRdAtomic | kMaskRnrTimer;
+  int mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
   if (library.modify_qp(qp, &attr, mask) != 0) return false;
   attr = {};
-  attr.qp_state = kStateRts;
+  attr.qp_state = IBV_QPS_RTS;
   attr.timeout = static_cast<uint8_t>(config().rc_timeout);
   attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
   attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
   attr.sq_psn = connection.send_psn;
   attr.max_rd_atomic = connection.reads_out;
-  mask = kMaskState | kMaskTimeout | kMaskRetry | kMaskRnrRetry | kMaskSqPsn | kMaskRdAtomic;
+  mask = IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+         IBV_QP_MAX_QP_RD_ATOMIC;
   return library.modify_qp(qp, &attr, mask) == 0;
 }
 

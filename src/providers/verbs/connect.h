@@ -16,22 +16,22 @@ struct PortChoice {
   uint8_t port = 0;
   int gid_index = -1;       // -1: addressed by LID alone
   uint16_t pkey_index = 0;  // in the port's table of partitions
-  PortAttr attr{};
+  ibv_port_attr attr{};
   std::string unusable_because;
 };
 // The first active port, or the one that was asked for, its GID and its P_Key. `device` names it for sysfs.
-PortChoice choose_port(const Library& library, Context* context, const std::string& device);
+PortChoice choose_port(const Library& library, ibv_context* context, const std::string& device);
 
 // Where a port is reached.
 struct PortPlace {
-  Gid gid{};
+  ibv_gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0;
   bool is_ethernet = false;
 };
-AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there);
+ibv_ah_attr route_to(uint8_t port, int gid_index, const PortPlace& there);
 // None where the GID is no address of IP, or one that needs an interface.
-SocketAddress socket_address_of(const Gid& gid, uint16_t port);
+SocketAddress socket_address_of(const ibv_gid& gid, uint16_t port);
 
 inline constexpr uint8_t kReadDepth = 16;
 // What a device says of reads, as attributes of queue pairs take it: from 1 to kReadDepth.
@@ -47,7 +47,8 @@ struct Connection {
   uint8_t reads_in = kReadDepth;  // and of theirs
 };
 // Reset to init, and init to ready to send. False: errno says why.
-bool to_init(const Library& library, Qp* qp, const PortChoice& port, int access);
-bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu, const Connection& connection);
+bool to_init(const Library& library, ibv_qp* qp, const PortChoice& port, int access);
+bool to_ready(const Library& library, ibv_qp* qp, const ibv_ah_attr& route, uint8_t mtu,
+              const Connection& connection);
 
 }  // namespace weft::provider::ib

@@ -27,7 +27,7 @@ bool has_heard(const Handshake& handshake, const Link& link) {
 }  // namespace
 
 Status VerbsRail::open_handshake_qp() {
-  ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {kHandshakes, kHandshakes, 1, 1, 0}, ib::kTypeUd, 1};
+  ibv_qp_init_attr init{nullptr, cq_, cq_, nullptr, {kHandshakes, kHandshakes, 1, 1, 0}, IBV_QPT_UD, 1};
   handshake_qp_ = ib_.create_qp(pd_, &init);
   if (!handshake_qp_)
     return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
@@ -39,18 +39,18 @@ Status VerbsRail::open_handshake_qp() {
 }
 
 bool VerbsRail::start_handshake_qp() {
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateInit;
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_INIT;
   attr.port_num = port_.port;
   attr.pkey_index = port_.pkey_index;
   attr.qkey = place_.qkey;
-  bool worked = ib_.modify_qp(handshake_qp_, &attr,
-                              ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
-  attr.qp_state = ib::kStateRtr;
-  worked = worked && ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState) == 0;
-  attr.qp_state = ib::kStateRts;
+  bool worked =
+      ib_.modify_qp(handshake_qp_, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY) == 0;
+  attr.qp_state = IBV_QPS_RTR;
+  worked = worked && ib_.modify_qp(handshake_qp_, &attr, IBV_QP_STATE) == 0;
+  attr.qp_state = IBV_QPS_RTS;
   attr.sq_psn = static_cast<uint32_t>(random_key()) & 0xffffff;
-  worked = worked && ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
+  worked = worked && ib_.modify_qp(handshake_qp_, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) == 0;
   free_handshakes_.clear();
   for (uint32_t i = 0; i < kHandshakes && worked; ++i) {
     worked = repost_handshake(i);
@@ -65,13 +65,13 @@ Proof VerbsRail::prove_handshake(const Handshake& handshake, const Place& to) co
 }
 
 bool VerbsRail::repost_handshake(uint32_t i) {
-  ib::Sge part{reinterpret_cast<uint64_t>(handshake_buffer(i)), kRouteHeaderBytes + sizeof(Handshake),
+  ibv_sge part{reinterpret_cast<uint64_t>(handshake_buffer(i)), kRouteHeaderBytes + sizeof(Handshake),
                arena_mr_->lkey};
-  ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
+  ibv_recv_wr wr{i, nullptr, &part, 1}, *bad = nullptr;
   return context_->ops.post_recv(handshake_qp_, &wr, &bad) == 0;
 }
 
-ib::AhAttr VerbsRail::route_to(const Place& there) const {
+ibv_ah_attr VerbsRail::route_to(const Place& there) const {
   return ib::route_to(port_.port, port_.gid_index, {there.gid, there.lid, there.mtu, there.is_ethernet != 0});
 }
 
@@ -88,7 +88,7 @@ Result<size_t> VerbsRail::link_to(const Place& there) {
   link.there = there;
   link.nonce = random_nonce();
   link.line.dial(ib::socket_address_of(there.gid, there.line_port));
-  ib::AhAttr ah = route_to(there);
+  ibv_ah_attr ah = route_to(there);
   link.ah = ib_.create_ah(pd_, &ah);
   if (!link.ah || !make_queue_pair(link)) {
     Status status = Status::from_errno(errno, "verbs: making a queue pair on {}", nic_.name);
@@ -108,8 +108,8 @@ Result<size_t> VerbsRail::link_to(const Place& there) {
 bool VerbsRail::make_queue_pair(Link& link) {
   link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
   link.number = ++links_made_;
-  ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
-  ib::Qp* const qp = ib_.create_qp(pd_, &init);
+  ibv_qp_init_attr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, IBV_QPT_RC, 1};
+  ibv_qp* const qp = ib_.create_qp(pd_, &init);
   if (!qp) return false;
   if (!to_init(qp)) {
     ib_.destroy_qp(qp);
@@ -124,8 +124,8 @@ Link* VerbsRail::link_of(uint32_t qpn) {
   return found == by_qp_.end() ? nullptr : &links_[found->second];
 }
 
-bool VerbsRail::to_init(ib::Qp* qp) {
-  return ib::to_init(ib_, qp, port_, ib::kAccessRemoteRead | ib::kAccessRemoteWrite);
+bool VerbsRail::to_init(ibv_qp* qp) {
+  return ib::to_init(ib_, qp, port_, IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE);
 }
 
 bool VerbsRail::join(Link& link, const Handshake& handshake) {
@@ -146,10 +146,10 @@ bool VerbsRail::join(Link& link, const Handshake& handshake) {
   return confirm(link, handshake.received);
 }
 
-bool VerbsRail::start_over(ib::Qp* qp) {
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateReset;
-  return ib_.modify_qp(qp, &attr, ib::kMaskState) == 0 && to_init(qp);
+bool VerbsRail::start_over(ibv_qp* qp) {
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RESET;
+  return ib_.modify_qp(qp, &attr, IBV_QP_STATE) == 0 && to_init(qp);
 }
 
 bool VerbsRail::bring_up(Link& link, uint32_t qpn, uint32_t psn) {
@@ -174,13 +174,13 @@ bool VerbsRail::send_handshake(Link& link, bool is_answer) {
   handshake.proof = prove_handshake(handshake, link.there);
   char* buffer = handshake_buffer(index);
   std::memcpy(buffer, &handshake, sizeof handshake);
-  ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof handshake, arena_mr_->lkey};
-  ib::SendWr wr{}, *bad = nullptr;
+  ibv_sge part{reinterpret_cast<uint64_t>(buffer), sizeof handshake, arena_mr_->lkey};
+  ibv_send_wr wr{}, *bad = nullptr;
   wr.wr_id = kHandshakeSent + index;
   wr.sg_list = &part;
   wr.num_sge = 1;
-  wr.opcode = ib::kOpSend;
-  wr.send_flags = ib::kSendSignaled;
+  wr.opcode = IBV_WR_SEND;
+  wr.send_flags = IBV_SEND_SIGNALED;
   wr.wr.ud.ah = link.ah;
   wr.wr.ud.remote_qpn = link.there.handshake_qpn;
   wr.wr.ud.remote_qkey = link.there.qkey;
@@ -222,7 +222,7 @@ Clock::duration VerbsRail::some_time(Clock::duration usual) {
   return usual / 2 + usual * static_cast<int64_t>(random_()) / static_cast<int64_t>(random_.max());
 }
 
-void VerbsRail::on_handshake(const ib::Wc& wc) {
+void VerbsRail::on_handshake(const ibv_wc& wc) {
   const uint32_t i = static_cast<uint32_t>(wc.wr_id);
   Handshake handshake;
   const bool is_complete = wc.byte_len >= kRouteHeaderBytes + sizeof handshake;

@@ -97,11 +97,11 @@ uint32_t completion_entries_max() {
   if (!library.ok()) return 0;
   uint32_t least = 0;
   int count = 0;
-  Device** devices = library->get_device_list(&count);
+  ibv_device** devices = library->get_device_list(&count);
   for (int i = 0; devices && i < count; ++i) {
-    Context* context = library->open_device(devices[i]);
+    ibv_context* context = library->open_device(devices[i]);
     if (!context) continue;
-    DeviceAttr attr{};
+    ibv_device_attr attr{};
     if (library->query_device(context, &attr) == 0 && attr.max_cqe > 0)
       least = std::min(least ? least : UINT32_MAX, static_cast<uint32_t>(attr.max_cqe));
     library->close_device(context);

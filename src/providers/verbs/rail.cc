@@ -45,7 +45,7 @@ VerbsRail::~VerbsRail() {
   if (context_) ib_.close_device(context_);
 }
 
-Status VerbsRail::open(ib::Device* device, const ib::PortChoice& chosen) {
+Status VerbsRail::open(ibv_device* device, const ib::PortChoice& chosen) {
   auto step = [&](const char* what, bool worked) {
     return worked ? Status() : logged(failure(text("{} on {}", what, nic_.name)));
   };
@@ -57,22 +57,22 @@ Status VerbsRail::open(ib::Device* device, const ib::PortChoice& chosen) {
            gid_index, gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index), chosen.pkey_index);
   context_ = ib_.open_device(device);
   WEFT_TRY(step("ibv_open_device", context_));
-  ib::DeviceAttr device_attr{};
+  ibv_device_attr device_attr{};
   WEFT_TRY(step("ibv_query_device", ib_.query_device(context_, &device_attr) == 0));
   place_.reads_taken = ib::reads_of(device_attr.max_qp_rd_atom);
   reads_out_ = ib::reads_of(device_attr.max_qp_init_rd_atom);
-  ib::PortAttr attr{};
+  ibv_port_attr attr{};
   WEFT_TRY(step("ibv_query_port", ib_.query_port(context_, port, &attr) == 0));
   pd_ = ib_.alloc_pd(context_);
   WEFT_TRY(step("ibv_alloc_pd", pd_));
   cq_ = ib_.create_cq(context_, static_cast<int>(nic_.caps.cq_depth), nullptr, nullptr, 0);
   WEFT_TRY(step("ibv_create_cq", cq_));
-  ib::SrqInitAttr srq{nullptr, kReceives, 1, 0};
+  ibv_srq_init_attr srq{nullptr, kReceives, 1, 0};
   srq_ = ib_.create_srq(pd_, &srq);
   WEFT_TRY(step("ibv_create_srq", srq_));
   place_.lid = attr.lid;
   place_.mtu = static_cast<uint8_t>(attr.active_mtu);
-  place_.is_ethernet = attr.link_layer == ib::kLinkEthernet;
+  place_.is_ethernet = attr.link_layer == IBV_LINK_LAYER_ETHERNET;
   place_.life = random_key();
   if (gid_index >= 0)
     WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
@@ -81,7 +81,7 @@ Status VerbsRail::open(ib::Device* device, const ib::PortChoice& chosen) {
   const size_t arena_bytes =
       size_t{kReceives} * kMessageBytes + 2 * kHandshakes * (kRouteHeaderBytes + sizeof(Handshake));
   arena_ = std::make_unique<char[]>(arena_bytes);
-  arena_mr_ = ib_.reg_mr(pd_, arena_.get(), arena_bytes, ib::kAccessLocalWrite);
+  arena_mr_ = ib_.reg_mr(pd_, arena_.get(), arena_bytes, IBV_ACCESS_LOCAL_WRITE);
   WEFT_TRY(step("ibv_reg_mr", arena_mr_));
   WEFT_TRY(open_handshake_qp());
   for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
@@ -111,14 +111,14 @@ void VerbsRail::forget(Route route) {
 }
 
 Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
-  int flags = access & kReadOnly ? 0 : ib::kAccessLocalWrite;
-  if (access & kRemoteRead) flags |= ib::kAccessRemoteRead;
-  if (access & kRemoteWrite) flags |= ib::kAccessRemoteWrite;
-  ib::Mr* mr = range.kind == MemoryKind::kCuda ? enroll_cuda(range, flags) : nullptr;
+  int flags = access & kReadOnly ? 0 : IBV_ACCESS_LOCAL_WRITE;
+  if (access & kRemoteRead) flags |= IBV_ACCESS_REMOTE_READ;
+  if (access & kRemoteWrite) flags |= IBV_ACCESS_REMOTE_WRITE;
+  ibv_mr* mr = range.kind == MemoryKind::kCuda ? enroll_cuda(range, flags) : nullptr;
   const bool is_dmabuf = mr != nullptr;
   if (!mr && ib_.reg_mr_iova2)
     mr = ib_.reg_mr_iova2(pd_, range.data, range.bytes, reinterpret_cast<uint64_t>(range.data),
-                          static_cast<unsigned>(flags | ib::kAccessRelaxedOrdering));
+                          static_cast<unsigned>(flags | IBV_ACCESS_RELAXED_ORDERING));
   if (!mr) mr = ib_.reg_mr(pd_, range.data, range.bytes, flags);
   if (!mr) return logged(failure(text("registering {} bytes on {}", range.bytes, nic_.name)));
   Registration made;
@@ -131,17 +131,17 @@ Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
 }
 
 void VerbsRail::release(Registration& registration) {
-  if (registration.handle) ib_.dereg_mr(static_cast<ib::Mr*>(registration.handle));
+  if (registration.handle) ib_.dereg_mr(static_cast<ibv_mr*>(registration.handle));
   registration = {};
 }
 
 Posted VerbsRail::post_write(const RmaOp& op) {
-  return post_rma(op, op.has_imm ? ib::kOpWriteImm : ib::kOpWrite);
+  return post_rma(op, op.has_imm ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE);
 }
 
 Posted VerbsRail::post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) {
   Sent sent;
-  sent.opcode = ib::kOpSend;
+  sent.opcode = IBV_WR_SEND;
   sent.part = {reinterpret_cast<uint64_t>(data), static_cast<uint32_t>(bytes), key_of(lkey)};
   sent.context = context;
   return post(links_[to], sent);
@@ -160,7 +160,7 @@ size_t VerbsRail::poll(Event* events, size_t max) {
     deliver(messages_.front(), events[made++]);
     messages_.pop_front();
   }
-  ib::Wc entries[16];
+  ibv_wc entries[16];
   const int room = static_cast<int>(std::min<size_t>(max - made, 16));
   const int count = room ? context_->ops.poll_cq(cq_, room, entries) : 0;
   for (int i = 0; i < count; ++i)
@@ -173,13 +173,13 @@ size_t VerbsRail::poll(Event* events, size_t max) {
 }
 
 bool VerbsRail::repost(uint32_t i) {
-  ib::Sge part{reinterpret_cast<uint64_t>(arena_.get() + size_t{i} * kMessageBytes), kMessageBytes,
+  ibv_sge part{reinterpret_cast<uint64_t>(arena_.get() + size_t{i} * kMessageBytes), kMessageBytes,
                arena_mr_->lkey};
-  ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
+  ibv_recv_wr wr{i, nullptr, &part, 1}, *bad = nullptr;
   return context_->ops.post_srq_recv(srq_, &wr, &bad) == 0;
 }
 
-ib::Mr* VerbsRail::enroll_cuda(const Range& range, int flags) {
+ibv_mr* VerbsRail::enroll_cuda(const Range& range, int flags) {
   if (!ib_.reg_dmabuf_mr) return nullptr;
   const auto driver = cuda_driver();
   auto entered = CudaContext::enter(range.device);
@@ -191,7 +191,7 @@ ib::Mr* VerbsRail::enroll_cuda(const Range& range, int flags) {
   if ((*driver)->cuMemGetHandleForAddressRange(&fd, begin, bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) !=
       CUDA_SUCCESS)
     return nullptr;
-  ib::Mr* mr = ib_.reg_dmabuf_mr(pd_, at - begin, range.bytes, at, fd, flags);
+  ibv_mr* mr = ib_.reg_dmabuf_mr(pd_, at - begin, range.bytes, at, fd, flags);
   ::close(fd);
   return mr;
 }
@@ -230,19 +230,19 @@ Posted VerbsRail::post(Link& link, Sent sent) {
 }
 
 int VerbsRail::post_now(Link& link, Sent& sent) {
-  ib::SendWr wr{}, *bad = nullptr;
+  ibv_send_wr wr{}, *bad = nullptr;
   wr.wr_id = kOperation + sent.number;
   wr.sg_list = &sent.part;
   wr.num_sge = sent.part.length ? 1 : 0;
   wr.opcode = sent.opcode;
-  wr.send_flags = ib::kSendSignaled;
+  wr.send_flags = IBV_SEND_SIGNALED;
   wr.imm_data = sent.imm;
   wr.wr.rdma.remote_addr = sent.remote;
   wr.wr.rdma.rkey = sent.rkey;
   return context_->ops.post_send(link.qp, &wr, &bad);
 }
 
-bool VerbsRail::take(const ib::Wc& wc, Event& event) {
+bool VerbsRail::take(const ibv_wc& wc, Event& event) {
   event.peer_gone = false;
   if (wc.wr_id >= kOperation) return take_sent(wc, event);
   if (wc.wr_id >= kHandshakeSent) {
@@ -257,7 +257,7 @@ bool VerbsRail::take(const ib::Wc& wc, Event& event) {
   }
   Link* const link = link_of(wc.qp_num);
   // That ended the connection. What was to be sent over it will only say that it has ended.
-  if (link && wc.status != 0 && wc.status != ib::kWcFlushed) recover(*link, describe(wc));
+  if (link && wc.status != 0 && wc.status != IBV_WC_WR_FLUSH_ERR) recover(*link, describe(wc));
   if (!link || wc.status != 0) {  // nobody counts it any more, so it is sent again where it matters
     repost(static_cast<uint32_t>(wc.wr_id));
     return false;
@@ -270,7 +270,7 @@ bool VerbsRail::take(const ib::Wc& wc, Event& event) {
 
 // The end of what was sent. A link's operations end in their order, so it is that of the first one, but where the
 // connection has broken since.
-bool VerbsRail::take_sent(const ib::Wc& wc, Event& event) {
+bool VerbsRail::take_sent(const ibv_wc& wc, Event& event) {
   Link* const link = link_of(wc.qp_num);
   if (!link || link->posted == 0 || link->sent.front().number != wc.wr_id - kOperation) return false;
   if (wc.status != 0) {
@@ -288,9 +288,9 @@ bool VerbsRail::take_sent(const ib::Wc& wc, Event& event) {
   return true;
 }
 
-bool VerbsRail::take_receive(const ib::Wc& wc, Event& event) {
+bool VerbsRail::take_receive(const ibv_wc& wc, Event& event) {
   const uint32_t i = static_cast<uint32_t>(wc.wr_id);
-  if (wc.opcode == ib::kWcRecvWriteImm) {
+  if (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
     repost(i);
     event.kind = EventKind::kImm;
     event.imm = ntohl(wc.imm_data);

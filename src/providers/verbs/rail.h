@@ -23,7 +23,6 @@
 
 namespace weft::provider {
 
-using ib::Gid;
 using Clock = std::chrono::steady_clock;
 inline constexpr uint32_t kReceives = 512;  // shared by messages and immediates
 inline constexpr uint32_t kMessageBytes = 4096;
@@ -39,7 +38,7 @@ inline constexpr uint64_t kOperation = uint64_t{1} << 33;      // Sent::number
 struct Place {
   char tag[4] = {'i', 'b', 'v', '3'};
   uint32_t handshake_qpn = 0;  // of its datagram queue pair
-  Gid gid{};
+  ibv_gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0;
   uint8_t is_ethernet = 0;
@@ -84,22 +83,22 @@ struct Sent {
   uint64_t number = 0;  // in its link
   int opcode = 0;
   uint32_t imm = 0;  // in network order
-  ib::Sge part{};
+  ibv_sge part{};
   uint64_t remote = 0;
   uint32_t rkey = 0;
   uint32_t failures = 0;
   Context* context = nullptr;
   // Whether the peer counts it in Handshake::received.
-  bool is_counted() const { return opcode == ib::kOpSend || opcode == ib::kOpWriteImm; }
+  bool is_counted() const { return opcode == IBV_WR_SEND || opcode == IBV_WR_RDMA_WRITE_WITH_IMM; }
 };
 
 struct Link {
   LinkState state = LinkState::kHandshaking;
   bool is_used = false;  // by the engine, through resolve()
   Place there;
-  ib::Qp* qp = nullptr;  // null while draining, at its end
+  ibv_qp* qp = nullptr;  // null while draining, at its end
   uint32_t qp_gone = 0;  // ... and this is then its number
-  ib::Ah* ah = nullptr;
+  ibv_ah* ah = nullptr;
   uint32_t psn = 0;
   uint32_t number = 0;
   Nonce nonce{};           // the two of them name the link: another link to the same place has others
@@ -131,7 +130,7 @@ class VerbsRail : public Rail {
 
   ~VerbsRail() override;
 
-  Status open(ib::Device* device, const ib::PortChoice& port);
+  Status open(ibv_device* device, const ib::PortChoice& port);
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
@@ -146,7 +145,7 @@ class VerbsRail : public Rail {
   void release(Registration& registration) override;
 
   Posted post_write(const RmaOp& op) override;
-  Posted post_read(const RmaOp& op) override { return post_rma(op, ib::kOpRead); }
+  Posted post_read(const RmaOp& op) override { return post_rma(op, IBV_WR_RDMA_READ); }
 
   Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) override;
 
@@ -179,9 +178,9 @@ class VerbsRail : public Rail {
   bool repost_handshake(uint32_t i);
 
   // Device memory by DMA-BUF; null when that does not work, and the caller tries peer memory.
-  ib::Mr* enroll_cuda(const Range& range, int flags);
+  ibv_mr* enroll_cuda(const Range& range, int flags);
 
-  ib::AhAttr route_to(const Place& there) const;
+  ibv_ah_attr route_to(const Place& there) const;
 
   Link* live_link(const Place& there);
 
@@ -192,12 +191,12 @@ class VerbsRail : public Rail {
 
   void forget_number(uint32_t qpn, const Link& link);
 
-  bool to_init(ib::Qp* qp);
+  bool to_init(ibv_qp* qp);
 
   // Joins a link on whose connection nothing was posted yet to the queue pair of a handshake.
   bool join(Link& link, const Handshake& handshake);
 
-  bool start_over(ib::Qp* qp);
+  bool start_over(ibv_qp* qp);
 
   bool bring_up(Link& link, uint32_t qpn, uint32_t psn);
 
@@ -228,9 +227,9 @@ class VerbsRail : public Rail {
   // The datagram queue pair stops after an error, such as a link that was down.
   void restart_handshakes();
 
-  void take_failure(Link& link, const ib::Wc& wc, Event& event);
+  void take_failure(Link& link, const ibv_wc& wc, Event& event);
 
-  std::string describe(const ib::Wc& failed) const;
+  std::string describe(const ibv_wc& failed) const;
 
   // ---- handshake
   // False when there is no room now.
@@ -250,7 +249,7 @@ class VerbsRail : public Rail {
   // Half of it to one and a half.
   Clock::duration some_time(Clock::duration usual);
 
-  void on_handshake(const ib::Wc& wc);
+  void on_handshake(const ibv_wc& wc);
 
   // Null: the handshake is of a link, or for one, that is gone.
   Link* link_for(const Handshake& handshake);
@@ -266,11 +265,11 @@ class VerbsRail : public Rail {
 
   int post_now(Link& link, Sent& sent);
 
-  bool take(const ib::Wc& wc, Event& event);
+  bool take(const ibv_wc& wc, Event& event);
 
-  bool take_sent(const ib::Wc& wc, Event& event);
+  bool take_sent(const ibv_wc& wc, Event& event);
 
-  bool take_receive(const ib::Wc& wc, Event& event);
+  bool take_receive(const ibv_wc& wc, Event& event);
 
   void deliver(const std::string& message, Event& event);
 
@@ -278,12 +277,12 @@ class VerbsRail : public Rail {
   Nic nic_;
   const std::string secret_;
   PacedLog refusals_;
-  ib::Context* context_ = nullptr;
-  ib::Pd* pd_ = nullptr;
-  ib::Cq* cq_ = nullptr;
-  ib::Srq* srq_ = nullptr;
-  ib::Qp* handshake_qp_ = nullptr;
-  ib::Mr* arena_mr_ = nullptr;
+  ibv_context* context_ = nullptr;
+  ibv_pd* pd_ = nullptr;
+  ibv_cq* cq_ = nullptr;
+  ibv_srq* srq_ = nullptr;
+  ibv_qp* handshake_qp_ = nullptr;
+  ibv_mr* arena_mr_ = nullptr;
   std::unique_ptr<char[]> arena_;
   ib::PortChoice port_;
   Place place_;

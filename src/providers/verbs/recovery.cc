@@ -28,10 +28,10 @@ constexpr uint32_t kFailuresMax = 3;
 // Whether a status says for certain that the operation is wrong: another connection would not help it.
 bool is_operation_wrong(int status) {
   switch (status) {
-    case ib::kWcLengthError:
-    case ib::kWcProtectionError:
-    case ib::kWcAccessError:
-    case ib::kWcRemoteAccessError:
+    case IBV_WC_LOC_LEN_ERR:
+    case IBV_WC_LOC_PROT_ERR:
+    case IBV_WC_LOC_ACCESS_ERR:
+    case IBV_WC_REM_ACCESS_ERR:
       return true;
     default:
       return false;
@@ -40,13 +40,14 @@ bool is_operation_wrong(int status) {
 
 // Whether a status says for certain that it is the connection which is broken.
 bool is_connection_broken(int status) {
-  return status == ib::kWcFlushed || status == ib::kWcRetryExceeded || status == ib::kWcRnrExceeded;
+  return status == IBV_WC_WR_FLUSH_ERR || status == IBV_WC_RETRY_EXC_ERR ||
+         status == IBV_WC_RNR_RETRY_EXC_ERR;
 }
 
 }  // namespace
 
 // The first operation of a link has failed; those behind it are flushed.
-void VerbsRail::take_failure(Link& link, const ib::Wc& wc, Event& event) {
+void VerbsRail::take_failure(Link& link, const ibv_wc& wc, Event& event) {
   Sent& first = link.sent.front();
   const std::string why = describe(wc);
   const bool is_wrong =
@@ -61,7 +62,7 @@ void VerbsRail::take_failure(Link& link, const ib::Wc& wc, Event& event) {
   recover(link, why);
 }
 
-std::string VerbsRail::describe(const ib::Wc& wc) const {
+std::string VerbsRail::describe(const ibv_wc& wc) const {
   return text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
 }
 
@@ -73,9 +74,9 @@ void VerbsRail::recover(Link& link, const std::string& why) {
   link.drain_from = Clock::now();
   link.owes_answer = link.answers_again = false;
   ++draining_;
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateError;
-  ib_.modify_qp(link.qp, &attr, ib::kMaskState);
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_ERR;
+  ib_.modify_qp(link.qp, &attr, IBV_QP_STATE);
 }
 
 void VerbsRail::renew_drained() {
@@ -122,7 +123,7 @@ bool VerbsRail::confirm(Link& link, uint32_t received) {
   }
   for (auto at = link.sent.begin(); left > 0 && at != link.sent.end();) {
     const bool is_counted = at->is_counted();
-    if (at->opcode == ib::kOpRead) {  // executed, but its answer may not have come
+    if (at->opcode == IBV_WR_RDMA_READ) {  // executed, but its answer may not have come
       ++at;
       continue;
     }
@@ -194,9 +195,9 @@ void VerbsRail::restart_handshakes() {
   const auto now = Clock::now();
   if (!are_handshakes_stopped_ || now < next_restart_) return;
   next_restart_ = now + kRestartPause;
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateReset;
-  are_handshakes_stopped_ = ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState) != 0 || !start_handshake_qp();
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RESET;
+  are_handshakes_stopped_ = ib_.modify_qp(handshake_qp_, &attr, IBV_QP_STATE) != 0 || !start_handshake_qp();
 }
 
 }  // namespace weft::provider

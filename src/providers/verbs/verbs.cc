@@ -23,7 +23,7 @@ class Verbs : public Provider {
   std::vector<Nic> probe() override {
     if (!library_.ok()) return {unusable("-", library_.status().message())};
     std::vector<Nic> nics;
-    each_device([&](ib::Device*, const Nic& nic, const ib::PortChoice&) { nics.push_back(nic); });
+    each_device([&](ibv_device*, const Nic& nic, const ib::PortChoice&) { nics.push_back(nic); });
     if (nics.empty()) nics.push_back(unusable("-", "libibverbs finds no RDMA device"));
     return nics;
   }
@@ -32,7 +32,7 @@ class Verbs : public Provider {
     WEFT_TRY(Status(library_.status()));
     Result<std::unique_ptr<Rail>> opened =
         Status::invalid("nic: got {}, which verbs does not have", nic.name);
-    each_device([&](ib::Device* device, const Nic& found, const ib::PortChoice& port) {
+    each_device([&](ibv_device* device, const Nic& found, const ib::PortChoice& port) {
       if (found.name != nic.name || opened.ok()) return;
       auto rail = std::make_unique<VerbsRail>(*library_, found, options.secret);
       Status status =
@@ -58,10 +58,10 @@ class Verbs : public Provider {
   template <class Visit>
   void each_device(Visit visit) {
     int count = 0;
-    ib::Device** devices = library_->get_device_list(&count);
+    ibv_device** devices = library_->get_device_list(&count);
     for (int i = 0; devices && i < count; ++i) {
       const std::string name = library_->get_device_name(devices[i]);
-      ib::Context* context = library_->open_device(devices[i]);
+      ibv_context* context = library_->open_device(devices[i]);
       if (!context) {
         visit(devices[i], unusable(name, "cannot be opened: " + std::string(std::strerror(errno))), {});
         continue;

@@ -21,39 +21,39 @@ namespace ib {
 
 // The entry points in use; a test puts its own functions here.
 struct Library {
-  Device** (*get_device_list)(int* count) = nullptr;
-  void (*free_device_list)(Device**) = nullptr;
-  const char* (*get_device_name)(Device*) = nullptr;
-  Context* (*open_device)(Device*) = nullptr;
-  int (*close_device)(Context*) = nullptr;
-  Pd* (*alloc_pd)(Context*) = nullptr;
-  int (*dealloc_pd)(Pd*) = nullptr;
-  Mr* (*reg_mr)(Pd*, void*, size_t, int access) = nullptr;
-  Mr* (*reg_mr_iova2)(Pd*, void*, size_t, uint64_t iova, unsigned access) = nullptr;  // optional
-  Mr* (*reg_dmabuf_mr)(Pd*, uint64_t offset, size_t, uint64_t iova, int fd,
-                       int access) = nullptr;  // optional
-  int (*dereg_mr)(Mr*) = nullptr;
-  Cq* (*create_cq)(Context*, int entries, void* context, void* channel, int vector) = nullptr;
-  int (*destroy_cq)(Cq*) = nullptr;
-  Srq* (*create_srq)(Pd*, SrqInitAttr*) = nullptr;
-  int (*destroy_srq)(Srq*) = nullptr;
-  Qp* (*create_qp)(Pd*, QpInitAttr*) = nullptr;
-  int (*modify_qp)(Qp*, QpAttr*, int mask) = nullptr;
-  int (*destroy_qp)(Qp*) = nullptr;
-  Ah* (*create_ah)(Pd*, AhAttr*) = nullptr;
-  int (*destroy_ah)(Ah*) = nullptr;
-  int (*query_device)(Context*, DeviceAttr*) = nullptr;
-  int (*query_port)(Context*, uint8_t port, PortAttr*) = nullptr;
-  int (*query_gid)(Context*, uint8_t port, int index, Gid*) = nullptr;
-  int (*query_pkey)(Context*, uint8_t port, int index, uint16_t* big_endian) = nullptr;
-  const char* (*wc_status_str)(int) = nullptr;
+  decltype(&ibv_get_device_list) get_device_list = nullptr;
+  decltype(&ibv_free_device_list) free_device_list = nullptr;
+  decltype(&ibv_get_device_name) get_device_name = nullptr;
+  decltype(&ibv_open_device) open_device = nullptr;
+  decltype(&ibv_close_device) close_device = nullptr;
+  decltype(&ibv_alloc_pd) alloc_pd = nullptr;
+  decltype(&ibv_dealloc_pd) dealloc_pd = nullptr;
+  decltype(&ibv_reg_mr) reg_mr = nullptr;
+  decltype(&ibv_reg_mr_iova2) reg_mr_iova2 = nullptr;    // optional
+  decltype(&ibv_reg_dmabuf_mr) reg_dmabuf_mr = nullptr;  // optional
+  decltype(&ibv_dereg_mr) dereg_mr = nullptr;
+  decltype(&ibv_create_cq) create_cq = nullptr;
+  decltype(&ibv_destroy_cq) destroy_cq = nullptr;
+  decltype(&ibv_create_srq) create_srq = nullptr;
+  decltype(&ibv_destroy_srq) destroy_srq = nullptr;
+  decltype(&ibv_create_qp) create_qp = nullptr;
+  decltype(&ibv_modify_qp) modify_qp = nullptr;
+  decltype(&ibv_destroy_qp) destroy_qp = nullptr;
+  decltype(&ibv_create_ah) create_ah = nullptr;
+  decltype(&ibv_destroy_ah) destroy_ah = nullptr;
+  decltype(&ibv_query_device) query_device = nullptr;
+  // Upstream declares it for the attributes of its oldest release, which begin as today's.
+  int (*query_port)(ibv_context*, uint8_t port, ibv_port_attr*) = nullptr;
+  decltype(&ibv_query_gid) query_gid = nullptr;
+  decltype(&ibv_query_pkey) query_pkey = nullptr;
+  decltype(&ibv_wc_status_str) wc_status_str = nullptr;
   // "RoCE v2", "IB/RoCE v1", or empty where the kernel does not say; from sysfs.
   std::function<std::string(const std::string& device, int port, int index)> gid_type;
 };
 
 struct GidEntry {
   int index = 0;
-  Gid gid{};
+  ibv_gid gid{};
   std::string type;
 };
 // The index to use: not empty, not link-local, RoCE v2 before v1, IPv4-mapped before IPv6; -1 when none will

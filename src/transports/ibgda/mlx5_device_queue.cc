@@ -22,7 +22,7 @@ constexpr uint32_t kLogReads = 4;             // 16 reads and adds under way
 constexpr uint32_t kNotReadyRetries = 7;      // for ever
 constexpr uint32_t kLogMessage = 30;          // bytes of an entry
 constexpr uint32_t kRoceSourcePort = 0xc000;  // the first of those that RoCE v2 may use
-constexpr int kAccess = ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite;
+constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
 
 // Where the parts of a queue lie in its room.
 struct Layout {
@@ -34,16 +34,17 @@ Layout layout_of(uint32_t blocks) {
 }
 
 // Errors: kUnsupported.
-Result<mlx5::Umem*> register_room(const Opened& nic, const QueueRoom& room, uint64_t bytes, RoomWay way) {
-  mlx5::UmemIn in{room.data(), bytes, kAccess, ~(kPage - 1), 0, -1};
+Result<mlx5dv_devx_umem*> register_room(const Opened& nic, const QueueRoom& room, uint64_t bytes,
+                                        RoomWay way) {
+  mlx5dv_devx_umem_in in{room.data(), bytes, kAccess, ~(kPage - 1), 0, -1};
   RoomFile file;
   if (way == RoomWay::kDmabuf) {
     WEFT_TRY_ASSIGN(file, room.file());
-    in.at = reinterpret_cast<void*>(file.offset);
-    in.comp_mask = mlx5::kUmemDmabuf;
-    in.dmabuf = file.file.get();
+    in.addr = reinterpret_cast<void*>(file.offset);
+    in.comp_mask = MLX5DV_UMEM_MASK_DMABUF;
+    in.dmabuf_fd = file.file.get();
   }
-  mlx5::Umem* umem = nic.direct.devx.umem_reg(nic.context, &in);
+  mlx5dv_devx_umem* umem = nic.direct.devx.umem_reg(nic.context, &in);
   if (umem) return umem;
   return Status::make(Code::kUnsupported, "{} does not take queues of {}: {}", nic.name, nic.rooms->name(),
                       std::strerror(errno));
@@ -57,14 +58,14 @@ std::string choose_room_way(Opened& nic) {
     why += text("{}{}: {}", why.empty() ? "" : "; ", way, reason);
   };
   nic.way = RoomWay::kNone;
-  mlx5::DirectPd pd{};
-  mlx5::Object object{};
+  mlx5dv_pd pd{};
+  mlx5dv_obj object{};
   object.pd = {nic.pd, &pd};
-  if (const int error = nic.direct.init_obj(&object, mlx5::kObjectPd); error != 0) {
+  if (const int error = nic.direct.init_obj(&object, MLX5DV_OBJ_PD); error != 0) {
     add("mlx5dv_init_obj", std::strerror(error));
     return why;
   }
-  nic.pd_number = pd.number;
+  nic.pd_number = pd.pdn;
   const uint64_t bytes = layout_of(16).bytes;
   auto room = nic.rooms->make(bytes);
   if (!room.ok()) {
@@ -94,7 +95,7 @@ Status DeviceQueue::open() {
   WEFT_TRY(make_room());
   WEFT_TRY(create_cq());
   WEFT_TRY(create_qp());
-  WEFT_TRY(doorbell_.open(*nic_, uar_->reg));
+  WEFT_TRY(doorbell_.open(*nic_, uar_->reg_addr));
   at_.doorbell = doorbell_.at();
   WEFT_TRY(to_init());
   psn_ = static_cast<uint32_t>(random_key()) & 0xffffff;
@@ -116,15 +117,15 @@ Status DeviceQueue::make_room() {
   const std::vector<uint8_t> fresh(uint64_t{blocks} * kBlockBytes, kNotYetByte);
   WEFT_TRY(room_->write(at_.completions, fresh.data(), fresh.size()));
   WEFT_TRY_ASSIGN(umem_, register_room(*nic_, *room_, layout.bytes, nic_->way));
-  uar_ = nic_->direct.devx.alloc_uar(nic_->context, mlx5::kUarNonCached);
+  uar_ = nic_->direct.devx.alloc_uar(nic_->context, MLX5DV_UAR_ALLOC_TYPE_NC);
   return uar_ ? Status() : failed("allocating a doorbell page", nic_->name);
 }
 
 namespace {
 
 // A command that makes an object; null, with errno, where the NIC refuses it.
-mlx5::DevxObject* make(const Opened& nic, const Command& command,
-                       std::array<uint8_t, mlx5::kAnswerBytes>& answer) {
+mlx5dv_devx_obj* make(const Opened& nic, const Command& command,
+                      std::array<uint8_t, mlx5::kAnswerBytes>& answer) {
   return nic.direct.devx.obj_create(nic.context, command.bytes.data(), command.bytes.size(), answer.data(),
                                     answer.size());
 }
@@ -147,13 +148,13 @@ Status DeviceQueue::create_cq() {
   Command command(CommandCode::kCreateCq);
   command.set(cq::kContext + cq::kRecordIsUmem, 1);
   command.set(cq::kContext + cq::kIgnoresOverrun, 1);
-  command.set(cq::kContext + cq::kRecordUmem, umem_->number);
+  command.set(cq::kContext + cq::kRecordUmem, umem_->umem_id);
   command.set(cq::kContext + cq::kRecordAt, layout.cq_record);
   command.set(cq::kContext + cq::kLogEntries, static_cast<uint32_t>(std::countr_zero(at_.entries)));
-  command.set(cq::kContext + cq::kUar, uar_->page);
+  command.set(cq::kContext + cq::kUar, uar_->page_id);
   command.set(cq::kContext + cq::kEventQueue, event_queue);
   command.set(cq::kIsUmem, 1);
-  command.set(cq::kUmem, umem_->number);
+  command.set(cq::kUmem, umem_->umem_id);
   command.set(cq::kUmemOffset, layout.completions);
   std::array<uint8_t, mlx5::kAnswerBytes> answer{};
   cq_ = make(*nic_, command, answer);
@@ -168,16 +169,16 @@ Status DeviceQueue::create_qp() {
   command.set(qp::kContext + qp::kService, qp::kReliable);
   command.set(qp::kContext + qp::kPathState, qp::kMigrated);
   command.set(qp::kContext + qp::kPd, nic_->pd_number);
-  command.set(qp::kContext + qp::kUar, uar_->page);
+  command.set(qp::kContext + qp::kUar, uar_->page_id);
   command.set(qp::kContext + qp::kLogBlocks, static_cast<uint32_t>(std::countr_zero(at_.blocks)));
   command.set(qp::kContext + qp::kReceives, qp::kNoReceives);
   command.set(qp::kContext + qp::kSendCq, cq_number_);
   command.set(qp::kContext + qp::kReceiveCq, cq_number_);
   command.set(qp::kContext + qp::kRecordIsUmem, 1);
-  command.set(qp::kContext + qp::kRecordUmem, umem_->number);
+  command.set(qp::kContext + qp::kRecordUmem, umem_->umem_id);
   command.set(qp::kContext + qp::kRecordAt, layout_of(at_.blocks).record);
   command.set(qp::kIsUmem, 1);
-  command.set(qp::kUmem, umem_->number);
+  command.set(qp::kUmem, umem_->umem_id);
   command.set(qp::kUmemOffset, 0);
   std::array<uint8_t, mlx5::kAnswerBytes> answer{};
   qp_ = make(*nic_, command, answer);
@@ -212,7 +213,7 @@ Status DeviceQueue::to_init() {
 namespace {
 
 // The way to the peer; its MAC address is what the kernel knows of the GID.
-Status set_path(const Opened& nic, const ib::AhAttr& way, bool is_ethernet, Command& command) {
+Status set_path(const Opened& nic, const ibv_ah_attr& way, bool is_ethernet, Command& command) {
   namespace qp = mlx5::qp;
   command.set(qp::kPath + qp::kPathPort, way.port_num);
   if (way.is_global) {
@@ -231,16 +232,16 @@ Status set_path(const Opened& nic, const ib::AhAttr& way, bool is_ethernet, Comm
     command.set(qp::kPath + qp::kPathLevel, way.sl);
     return {};
   }
-  ib::AhAttr asked = way;
-  ib::Ah* handle = nic.verbs.create_ah(nic.pd, &asked);
+  ibv_ah_attr asked = way;
+  ibv_ah* handle = nic.verbs.create_ah(nic.pd, &asked);
   if (!handle) return failed("asking for the address of a peer", nic.name);
-  mlx5::DirectAh ah{};
-  mlx5::Object object{};
+  mlx5dv_ah ah{};
+  mlx5dv_obj object{};
   object.ah = {handle, &ah};
-  errno = nic.direct.init_obj(&object, mlx5::kObjectAh);
-  const bool is_known = errno == 0 && ah.vector;
+  errno = nic.direct.init_obj(&object, MLX5DV_OBJ_AH);
+  const bool is_known = errno == 0 && ah.av;
   if (is_known) {
-    const uint8_t* mac = ah.vector->mac;
+    const uint8_t* mac = ah.av->rmac;
     command.set(qp::kPath + qp::kPathMacHigh, uint32_t{mac[0]} << 8 | mac[1]);
     command.set(qp::kPath + qp::kPathMacLow,
                 uint32_t{mac[2]} << 24 | uint32_t{mac[3]} << 16 | uint32_t{mac[4]} << 8 | mac[5]);

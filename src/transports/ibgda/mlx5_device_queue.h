@@ -50,9 +50,9 @@ class DeviceQueue : public QueuePair {
   const uint32_t blocks_;
   QueueMemory at_;
   std::unique_ptr<QueueRoom> room_;
-  mlx5::Umem* umem_ = nullptr;
-  mlx5::Uar* uar_ = nullptr;
-  mlx5::DevxObject *cq_ = nullptr, *qp_ = nullptr;
+  mlx5dv_devx_umem* umem_ = nullptr;
+  mlx5dv_devx_uar* uar_ = nullptr;
+  mlx5dv_devx_obj *cq_ = nullptr, *qp_ = nullptr;
   uint32_t cq_number_ = 0, psn_ = 0;
   Doorbell doorbell_;
 };

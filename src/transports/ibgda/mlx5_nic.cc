@@ -79,7 +79,7 @@ class Mlx5Queue : public QueuePair {
     WEFT_TRY(find_memory());
     WEFT_TRY(pin());
     if (!ib::to_init(nic_->verbs, qp_, nic_->port,
-                     ib::kAccessRemoteWrite | ib::kAccessRemoteRead | ib::kAccessRemoteAtomic))
+                     IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC))
       return failed("starting a queue pair", nic_->name);
     psn_ = static_cast<uint32_t>(random_key()) & 0xffffff;
     return {};
@@ -110,40 +110,42 @@ class Mlx5Queue : public QueuePair {
   Status create() {
     constexpr uint32_t kRoom = 4;
     const uint32_t entries = std::min(asked_blocks_ * kRoom, kBlocksMax);
-    mlx5::CqInitAttr cq{entries - 1, nullptr, nullptr, 0, 0, mlx5::kCqMaskFlags, mlx5::kCqIgnoreOverrun,
-                        nullptr};
-    cq_ = nic_->direct.create_cq(nic_->context, &cq, nullptr);
+    ibv_cq_init_attr_ex cq{
+        entries - 1, nullptr, nullptr, 0, 0, IBV_CQ_INIT_ATTR_MASK_FLAGS, IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN,
+        nullptr};
+    // The extended one begins with the other.
+    cq_ = reinterpret_cast<ibv_cq*>(nic_->direct.create_cq(nic_->context, &cq, nullptr));
     if (!cq_) return failed("making a completion queue that ignores overrun", nic_->name);
-    ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {asked_blocks_, 0, 1, 0, 0}, ib::kTypeRc, 1};
+    ibv_qp_init_attr init{nullptr, cq_, cq_, nullptr, {asked_blocks_, 0, 1, 0, 0}, IBV_QPT_RC, 1};
     qp_ = nic_->verbs.create_qp(nic_->pd, &init);
     return qp_ ? Status() : failed("making a queue pair", nic_->name);
   }
 
   Status find_memory() {
-    mlx5::DirectQp qp{};
-    mlx5::DirectCq cq{};
-    mlx5::Object object{};
+    mlx5dv_qp qp{};
+    mlx5dv_cq cq{};
+    mlx5dv_obj object{};
     object.qp = {qp_, &qp};
     object.cq = {cq_, &cq};
-    errno = nic_->direct.init_obj(&object, mlx5::kObjectQp | mlx5::kObjectCq);
+    errno = nic_->direct.init_obj(&object, MLX5DV_OBJ_QP | MLX5DV_OBJ_CQ);
     if (errno != 0) return failed("mlx5dv_init_obj", nic_->name);
-    const bool is_usable = qp.sends.stride == kBlockBytes && cq.entry_bytes == kBlockBytes &&
-                           std::has_single_bit(qp.sends.blocks) && std::has_single_bit(cq.entries) &&
-                           cq.entries >= qp.sends.blocks && cq.entries <= kBlocksMax;
+    const bool is_usable = qp.sq.stride == kBlockBytes && cq.cqe_size == kBlockBytes &&
+                           std::has_single_bit(qp.sq.wqe_cnt) && std::has_single_bit(cq.cqe_cnt) &&
+                           cq.cqe_cnt >= qp.sq.wqe_cnt && cq.cqe_cnt <= kBlocksMax;
     if (!is_usable)
       return logged(
           Status::make(Code::kUnsupported,
                        "ibgda: queues of {}: got {} blocks of {} bytes and {} completions of {}, allowed: "
                        "powers of two of 64 bytes, no fewer completions, at most {}",
-                       nic_->name, qp.sends.blocks, qp.sends.stride, cq.entries, cq.entry_bytes, kBlocksMax));
-    at_ = {static_cast<std::byte*>(qp.sends.buffer),
-           static_cast<std::byte*>(cq.buffer),
-           qp.record,
+                       nic_->name, qp.sq.wqe_cnt, qp.sq.stride, cq.cqe_cnt, cq.cqe_size, kBlocksMax));
+    at_ = {static_cast<std::byte*>(qp.sq.buf),
+           static_cast<std::byte*>(cq.buf),
+           qp.dbrec,
            nullptr,
-           qp.sends.blocks,
-           cq.entries,
+           qp.sq.wqe_cnt,
+           cq.cqe_cnt,
            qp_->qp_num};
-    WEFT_TRY(doorbell_.open(*nic_, qp.doorbell.reg));
+    WEFT_TRY(doorbell_.open(*nic_, qp.bf.reg));
     at_.doorbell = doorbell_.at();
     return {};
   }
@@ -174,8 +176,8 @@ class Mlx5Queue : public QueuePair {
 
   const std::shared_ptr<Opened> nic_;
   const uint32_t asked_blocks_;
-  ib::Cq* cq_ = nullptr;
-  ib::Qp* qp_ = nullptr;
+  ibv_cq* cq_ = nullptr;
+  ibv_qp* qp_ = nullptr;
   QueueMemory at_;
   Doorbell doorbell_;
   bool is_pinned_ = false;
@@ -199,35 +201,35 @@ class Mlx5Nic : public Nic {
   }
 
   Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device place) override {
-    WEFT_TRY_ASSIGN(ib::Mr * mr, register_memory(data, bytes, place));
+    WEFT_TRY_ASSIGN(ibv_mr * mr, register_memory(data, bytes, place));
     return Enrolled{mr, mr->lkey, mr->rkey, reinterpret_cast<uint64_t>(data)};
   }
   void release(Enrolled& enrolled) override {
-    if (enrolled.handle) nic_->verbs.dereg_mr(static_cast<ib::Mr*>(enrolled.handle));
+    if (enrolled.handle) nic_->verbs.dereg_mr(static_cast<ibv_mr*>(enrolled.handle));
     enrolled = {};
   }
 
  private:
   // Without relaxed ordering: a signal must not overtake what was put before it.
   static constexpr int kAccess =
-      ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 
-  Result<ib::Mr*> register_memory(std::byte* data, uint64_t bytes, Device place) {
+  Result<ibv_mr*> register_memory(std::byte* data, uint64_t bytes, Device place) {
     const bool is_exported = nic_->way != RoomWay::kNone;
     if (place == nic_->device && (is_exported || !place.is_host())) return register_device(data, bytes);
-    ib::Mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
+    ibv_mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
     if (mr) return mr;
     return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
   }
 
   // The way that queues went: a completion in memory of the host could be seen before bytes that a get brought to memory of
   // the device.
-  Result<ib::Mr*> register_device(std::byte* data, uint64_t bytes) {
+  Result<ibv_mr*> register_device(std::byte* data, uint64_t bytes) {
     if (nic_->way == RoomWay::kNone)
       return Status::make(Code::kUnsupported, "queues of {} lie in memory of the host", nic_->name);
     if (const std::string why = nic_->rooms->no_order(); !why.empty())
       return Status::make(Code::kUnsupported, "{}", why);
-    ib::Mr* mr = nullptr;
+    ibv_mr* mr = nullptr;
     if (nic_->way == RoomWay::kPeerMemory) {
       mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
     } else if (!nic_->verbs.reg_dmabuf_mr) {
@@ -248,13 +250,13 @@ class Mlx5Nic : public Nic {
 
 // Calls visit(device, name, why it is of no use or empty, context, port) for each device while they are held.
 using Visit =
-    std::function<void(const std::string& name, const std::string& why, ib::Context*, const ib::PortChoice&)>;
+    std::function<void(const std::string& name, const std::string& why, ibv_context*, const ib::PortChoice&)>;
 void each_device(const ib::Library& verbs, const mlx5::Library& direct, const Visit& visit) {
   int count = 0;
-  ib::Device** devices = verbs.get_device_list(&count);
+  ibv_device** devices = verbs.get_device_list(&count);
   for (int i = 0; devices && i < count; ++i) {
     const std::string name = verbs.get_device_name(devices[i]);
-    ib::Context* context = nullptr;
+    ibv_context* context = nullptr;
     ib::PortChoice port;
     std::string why;
     if (!direct.is_supported(devices[i])) {
@@ -277,7 +279,7 @@ bool is_wanted(const std::string& name) {
 }
 
 std::string network_of(const ib::PortChoice& port) {
-  return port.attr.link_layer == ib::kLinkEthernet ? "RoCE" : "InfiniBand";
+  return port.attr.link_layer == IBV_LINK_LAYER_ETHERNET ? "RoCE" : "InfiniBand";
 }
 
 }  // namespace
@@ -294,7 +296,7 @@ NicFinding Mlx5Nics::find(Device device) {
   NicFinding found;
   std::string reasons;
   each_device(*verbs_, *direct_,
-              [&](const std::string& name, const std::string& why, ib::Context*, const ib::PortChoice& port) {
+              [&](const std::string& name, const std::string& why, ibv_context*, const ib::PortChoice& port) {
                 const std::string reason = why.empty() && !is_wanted(name) ? "not in WEFT_PROXY_NICS" : why;
                 if (!reason.empty()) {
                   reasons += text("{}{}: {}", reasons.empty() ? "" : "; ", name, reason);
@@ -337,9 +339,9 @@ std::string Mlx5Nics::prepare_rooms(Opened& opened) const {
 }
 
 // With commands (DevX) where queues may lie in memory of the device, else without. `why_host`: why without.
-void Mlx5Nics::open_context(Opened& opened, ib::Device* device, std::string& why_host) const {
+void Mlx5Nics::open_context(Opened& opened, ibv_device* device, std::string& why_host) const {
   if (opened.rooms) {
-    mlx5::ContextAttr attr{mlx5::kContextDevx, 0};
+    mlx5dv_context_attr attr{MLX5DV_CONTEXT_FLAGS_DEVX, 0};
     opened.context = opened.direct.devx.open_device(device, &attr);
     if (opened.context) return;
     why_host = text("no commands (DevX) on {}: {}", opened.name, std::strerror(errno));
@@ -356,7 +358,7 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
   opened->direct = *direct_;
   opened->device = device;
   each_device(*verbs_, *direct_,
-              [&](const std::string& name, const std::string& why, ib::Context*, const ib::PortChoice& port) {
+              [&](const std::string& name, const std::string& why, ibv_context*, const ib::PortChoice& port) {
                 if (!why.empty() || !is_wanted(name) || !opened->name.empty()) return;
                 opened->name = name;
                 opened->port = port;
@@ -364,7 +366,7 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
   if (opened->name.empty())
     return Status::make(Code::kUnsupported, "ibgda: {}", find(device).unusable_because);
   int count = 0;
-  ib::Device** devices = verbs_->get_device_list(&count);
+  ibv_device** devices = verbs_->get_device_list(&count);
   std::string why_host = prepare_rooms(*opened);
   for (int i = 0; devices && i < count; ++i)
     if (verbs_->get_device_name(devices[i]) == opened->name) open_context(*opened, devices[i], why_host);

@@ -11,7 +11,7 @@
 #include <functional>
 
 #include "providers/verbs/verbs.h"
-#include "transports/ibgda/mlx5_abi.h"
+#include "transports/ibgda/mlx5_library.h"
 #include "transports/ibgda/nic.h"
 #include "transports/ibgda/queue_room.h"
 
@@ -35,7 +35,7 @@ class Mlx5Nics : public NicSource {
  private:
   std::string where_memory_lies(Device device) const;
   std::string prepare_rooms(Opened& opened) const;
-  void open_context(Opened& opened, provider::ib::Device* device, std::string& why_host) const;
+  void open_context(Opened& opened, ibv_device* device, std::string& why_host) const;
 
   const Result<provider::ib::Library> verbs_;
   const Result<mlx5::Library> direct_;

@@ -21,7 +21,7 @@ std::string address_of(const Opened& nic, uint32_t number, uint32_t psn) {
   own.gid = nic.gid;
   own.lid = nic.port.attr.lid;
   own.mtu = static_cast<uint8_t>(nic.port.attr.active_mtu);
-  own.is_ethernet = nic.port.attr.link_layer == ib::kLinkEthernet;
+  own.is_ethernet = nic.port.attr.link_layer == IBV_LINK_LAYER_ETHERNET;
   return {reinterpret_cast<const char*>(&own), sizeof own};
 }
 

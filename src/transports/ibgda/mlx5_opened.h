@@ -10,7 +10,7 @@
 
 #include "memory/host_visible.h"
 #include "providers/verbs/connect.h"
-#include "transports/ibgda/mlx5_abi.h"
+#include "transports/ibgda/mlx5_library.h"
 #include "transports/ibgda/pinned_pages.h"
 #include "transports/ibgda/queue_room.h"
 
@@ -27,9 +27,9 @@ struct Opened {
   std::string name;
   Device device;
   ib::PortChoice port;
-  ib::Gid gid{};
-  ib::Context* context = nullptr;
-  ib::Pd* pd = nullptr;
+  ibv_gid gid{};
+  ibv_context* context = nullptr;
+  ibv_pd* pd = nullptr;
   uint32_t pd_number = 0;
   std::unique_ptr<PinnedPages> pages;  // null on the CPU
   std::unique_ptr<QueueRooms> rooms;   // null: queues lie in memory of the host
@@ -47,7 +47,7 @@ Status failed(const char* what, const std::string& nic);
 struct QueueAddress {
   char tag[4] = {'m', 'l', 'x', '5'};
   uint32_t number = 0, psn = 0;
-  ib::Gid gid{};
+  ibv_gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0, is_ethernet = 0;
   uint32_t unused = 0;
@@ -58,7 +58,7 @@ std::string address_of(const Opened& nic, uint32_t number, uint32_t psn);
 Result<QueueAddress> read_address(std::string_view bytes);
 // The settings that both ends agree on, and the path between them.
 struct Route {
-  ib::AhAttr way;
+  ibv_ah_attr way;
   uint8_t mtu;
 };
 Route route_to(const Opened& nic, const QueueAddress& peer);

@@ -32,7 +32,7 @@ Status PinnedPages::pin_page(uint64_t page, Kind kind) {
   const CudaDriver& driver = current.driver();
   void* at = reinterpret_cast<void*>(page * kPage);
   const unsigned flags =
-      kCuMemHostRegisterPortable | kCuMemHostRegisterDeviceMap | (kind == kRegister ? kIoMemory : 0);
+      CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP | (kind == kRegister ? kIoMemory : 0);
   const char* what =
       kind == kRegister ? "map the doorbell register of a NIC for cuda:{}" : "pin a queue for cuda:{}";
   WEFT_TRY(cuda_status(driver.cuMemHostRegister(at, kPage, flags), what, device_.ordinal));

@@ -130,7 +130,7 @@ bool to_ready(const Library& library, ibv_qp* qp, const ibv_ah_attr& route, uint
   return library.modify_qp(qp, &attr, mask) == 0;
 }
 
-SocketAddress socket_address_of(const Gid& gid, uint16_t port) {
+SocketAddress socket_address_of(const ibv_gid& gid, uint16_t port) {
   const auto is_zero = [&](int from, int to) {
     return std::all_of(gid.raw + from, gid.raw + to, [](uint8_t byte) { return byte == 0; });
   };

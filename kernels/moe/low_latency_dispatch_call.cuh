@@ -186,10 +186,6 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
-  // What slot `slot` of the current token chose. Lane `slot` has it as `mine` where a warp has a lane for every slot.
-  WEFT_DEVICE int32_t choice_of(int32_t mine, uint32_t slot) const {
-    return Warp::kMaxSize >= kMostTopK ? warp.broadcast(mine, slot) : slot_choice()[slot];
-  }
   // The ranks that the current token goes to.
   WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
   WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }

@@ -32,6 +32,13 @@ WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t
 
 // ---- step 2
 
+// What slot `slot` of the current token chose. Lane `slot` has it as `mine` where a warp has a lane for every slot. Not a
+// member: each kind of dispatch keeps its slots elsewhere.
+template <class D>
+WEFT_DEVICE int32_t choice_of(const D& d, int32_t mine, uint32_t slot) {
+  return Warp::kMaxSize >= kMostTopK ? d.warp.broadcast(mine, slot) : d.slot_choice()[slot];
+}
+
 // A batch's tokens: consecutive ones.
 template <class D>
 WEFT_DEVICE Range batch_tokens(const D& d, uint32_t batch) {
@@ -79,7 +86,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
     bool is_first = true;
     WEFT_STREAM_LOOP
     for (uint32_t slot = 0; slot < d.top_k(); ++slot) {
-      const int32_t other = d.choice_of(expert, slot);
+      const int32_t other = choice_of(d, expert, slot);
       const bool is_earlier = slot < k && other >= 0;
       twins += is_earlier && other == expert ? 1 : 0;
       is_first = is_first &&

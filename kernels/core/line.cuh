@@ -54,10 +54,10 @@ WEFT_DEVICE void store_part(Vec16* lines, LinePart part, Vec16 vec, uint64_t tag
 // false.
 WEFT_DEVICE bool load_part(const Vec16* lines, LinePart part, uint64_t tag, Vec16& vec) {
   if constexpr (!kLoadsFullLines) {
-    const Vec16 last = load_line(lines + part.index / kLineParts * kLineParts + kLineVecs);
+    const Vec16 last = load_line_part(lines + part.index / kLineParts * kLineParts + kLineVecs);
     if ((last.words[2] | uint64_t{last.words[3]} << 32) != tag) return false;
   }
-  vec = load_line(lines + part.index);
+  vec = load_line_part(lines + part.index);
   return !part.is_tag() || (vec.words[2] | uint64_t{vec.words[3]} << 32) == tag;
 }
 

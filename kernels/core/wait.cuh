@@ -127,6 +127,7 @@ WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, Site site,
     on_lost(peer, seen, waited_ns);
     lost = true;
   }
+  warp.sync();  // what a lane has acquired, all of the warp have: a vote alone orders no memory
   return !warp.any(lost);
 }
 

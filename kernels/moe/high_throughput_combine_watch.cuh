@@ -129,6 +129,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
       failed = load_acquire_block(progress.failed) != 0;
     }
   }
+  warp.sync();  // what a lane has acquired, all of the warp have: a vote alone orders no memory
   return !warp.any(failed);
 }
 

@@ -121,6 +121,8 @@ class RowQueue {
     return reinterpret_cast<const Vec16*>(pieces_ + front_ * kQueuePieceBytes);
   }
   WEFT_DEVICE void pop() {
+    // The next load into the slot comes by another proxy than what lanes have read.
+    bulk::fence_async_shared();
     warp_.sync();
     --waiting_;
     parity_ ^= front_ + 1 == slots_ ? 1 : 0;

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)  # the first builds the program
 ROOT = Path(__file__).resolve().parents[2]
 # Sites that must be among the mutants, and are caught: the kinds of fault that other libraries shipped.
 CAUGHT = [
@@ -36,8 +37,8 @@ def test_litmus_tests_have_their_verdicts() -> None:
     assert all(line.startswith("ok ") for line in lines)
 
 
-def test_kernels_run_without_failure() -> None:
-    assert "no failure but the known ones" in weak_order("--minutes", "0.1", "--seed", "1")
+def test_kernels_run_a_minute_without_failure() -> None:
+    assert "no failure" in weak_order("--minutes", "1")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ uint32_t index_of(Scope scope) {
 }
 // A lane that loads one word so often, and nothing else between, lets others run, and sees the newest write then.
 constexpr uint32_t kLooksThatWait = 3;
+constexpr size_t kMostPolled = 32;  // words that a loop looks at
 // What was in memory when the hook of the last plain store ran.
 thread_local std::vector<std::byte> plain_before;
 const std::byte* word_at(const void* at) {
@@ -21,7 +22,8 @@ const std::byte* word_at(const void* at) {
 
 }  // namespace
 
-Access Machine::access_of(Fiber& fiber, bool is_strong, Scope scope, uint32_t whole, const Origin& origin) {
+Access Machine::access_of(Fiber& fiber, bool is_strong, Scope scope, uint32_t whole, const Origin& origin,
+                          bool is_store) {
   const uint32_t time = ++times_[fiber.agent];
   fiber.view.of[kGeneric].advance(fiber.agent, time);
   return {.agent = fiber.agent,
@@ -31,13 +33,8 @@ Access Machine::access_of(Fiber& fiber, bool is_strong, Scope scope, uint32_t wh
           .whole = whole,
           .place = fiber.place,
           .view = &fiber.view,
-          .also = is_strong && settings_.profile.branches_order_loads ? &fiber.seen : nullptr,
+          .also = (is_strong || is_store) && settings_.profile.branches_order ? &fiber.seen : nullptr,
           .origin = origin};
-}
-
-uint64_t Machine::cells_end(const std::byte* word) {
-  Region* const region = memory_.region_of(word);
-  return region ? memory_.cell_of(*region, static_cast<uint64_t>(word - region->base)).end() : 0;
 }
 
 void Machine::load(const void* at, uint32_t bytes, void* out, Order order, Origin origin) {
@@ -63,13 +60,19 @@ void Machine::load(const void* at, uint32_t bytes, void* out, Order order, Origi
   if (order.is_strong)
     for (const Write* write : from) learn(fiber, write, order, origin);
   if (!order.is_strong) return;
-  if (fiber.polled.size() < 16) fiber.polled.push_back({word, cells_end(word)});
+  fiber.looks_together = false;
+  note_polled(fiber, word);
   fiber.agains = fiber.again == word ? fiber.agains + 1 : 0;
   fiber.again = word;
   if (fiber.agains < kLooksThatWait) return;
   fiber.fresh.push_back(word);
   fiber.priority = memory_.draw(1u << 10);
   leave_fiber();
+}
+
+void Machine::note_polled(Fiber& fiber, const std::byte* word) {
+  if (fiber.polled.size() == kMostPolled) fiber.polled.erase(fiber.polled.begin());  // long before this loop
+  fiber.polled.push_back(word);
 }
 
 // What a strong load learns of a write.
@@ -91,12 +94,11 @@ void Machine::learn(Fiber& fiber, const Write* write, const Order& order, const 
     misses_.push_back({write, fiber.place, origin, why});
   }
   if (!released || order.scope < needed || write->scope < needed) return;
-  if (order.acquires) {
+  fiber.seen.join(released->of[kGeneric]);
+  if (order.acquires)
     fiber.view.join(*released);
-  } else {
+  else
     for (uint32_t scope = index_of(needed); scope < 3; ++scope) fiber.pending[scope].join(*released);
-    fiber.seen.join(released->of[kGeneric]);
-  }
 }
 
 // A write of this lane, with what it publishes.
@@ -129,7 +131,7 @@ void Machine::store(void* at, uint32_t bytes, const void* in, Order order, Origi
   }
   step();
   region = memory_.region_of(at);
-  const Access access = access_of(*fiber_, order.is_strong, order.scope, order.whole, origin);
+  const Access access = access_of(*fiber_, order.is_strong, order.scope, order.whole, origin, true);
   auto* const to = static_cast<std::byte*>(at);
   memory_.write(access, *region, to, bytes, static_cast<const std::byte*>(in),
                 written(*fiber_, order, origin));
@@ -172,6 +174,38 @@ uint64_t Machine::update(void* at, uint32_t bytes, Order order, Origin origin,
   return was;
 }
 
+void Machine::take_line(void* at, void* part, bool is_store, Origin origin) {
+  struct Part {
+    void* at;
+    void* bytes;
+  } mine{at, part};
+  constexpr uint32_t kParts = 8, kPartBytes = 16;
+  const uint64_t* const parts = exchange(reinterpret_cast<uintptr_t>(&mine));
+  const uint32_t first = fiber_->place.lane / kParts * kParts;
+  if (fiber_->place.lane == first) {
+    std::byte line[kParts * kPartBytes];
+    const auto part_of = [&](uint32_t i) { return *reinterpret_cast<const Part*>(parts[first + i]); };
+    for (uint32_t i = 0; i < kParts; ++i) {
+      if (part_of(i).at != static_cast<std::byte*>(at) + i * kPartBytes ||
+          reinterpret_cast<uintptr_t>(at) % sizeof(line))
+        fail("lanes take parts of a line that are not side by side: " + text_of(origin));
+      std::memcpy(line + i * kPartBytes, part_of(i).bytes, kPartBytes);
+    }
+    const Order order{.is_strong = true,
+                      .whole = settings_.profile.lines_are_atomic ? uint32_t{sizeof(line)} : 4};
+    if (is_store)
+      store(at, sizeof(line), line, order, origin);
+    else
+      load(at, sizeof(line), line, order, origin);
+    for (uint32_t i = 0; i < kParts && !is_store; ++i)
+      std::memcpy(part_of(i).bytes, line + i * kPartBytes, kPartBytes);
+  }
+  exchange(0);  // all have their parts
+  fiber_->looks_together = !is_store;
+  if (!is_store && fiber_->place.lane != first)
+    note_polled(*fiber_, static_cast<const std::byte*>(at) - (fiber_->place.lane - first) * kPartBytes);
+}
+
 void Machine::fence(Scope scope, Origin origin) {
   step();
   if (is_changed(origin, Change::kDropped)) return;
@@ -197,7 +231,9 @@ void Machine::fence_async(bool shared_only, Origin origin) {
   note(nullptr, 0, nullptr, false, origin);
   View& view = fiber_->view;
   view.of[kAsyncShared].join(view.of[kGeneric]);
-  if (!shared_only) view.of[kAsyncGlobal].join(view.of[kGeneric]);
+  if (shared_only) return;
+  view.of[kAsyncGlobal].join(view.of[kGeneric]);
+  if (settings_.profile.branches_order) view.of[kAsyncGlobal].join(fiber_->seen);
 }
 
 // The hook runs before the instruction that stores: what it stored is read when the lane comes here again. No other runs
@@ -224,7 +260,7 @@ void Machine::take_plain_store() {
   fiber.plain = nullptr;
   const Origin origin{"plain store", {}, fiber.plain_code};
   Region* const region = memory_.region_of(at);
-  const Access access = access_of(fiber, false, Scope::kSystem, 4, origin);
+  const Access access = access_of(fiber, false, Scope::kSystem, 4, origin, true);
   memory_.write(access, *region, at, fiber.plain_bytes, at, written(fiber, {}, origin));
   note(at, static_cast<uint32_t>(fiber.plain_bytes), at, true, origin);
   wake_readers(at, fiber.plain_bytes);
@@ -238,23 +274,29 @@ void Machine::pause() {
   fiber.agains = 0;
   fiber.fresh.clear();
   bool has_newer = fiber.polled.empty();
-  for (const auto& [word, end] : fiber.polled) {
+  for (const std::byte* word : fiber.polled) {
     fiber.fresh.push_back(word);
     Region* const region = memory_.region_of(word);
     if (!region) continue;
     const Cell& cell = memory_.cell_of(*region, static_cast<uint64_t>(word - region->base));
     uint64_t read = 0;
-    for (const Read& other : cell.reads)
-      if (other.agent == fiber.agent) read = std::max(read, other.index);
-    has_newer = has_newer || read + 1 != cell.end();
+    bool has_read = false;  // else its neighbour has, which takes their line
+    for (const Read& other : cell.reads) {
+      if (other.agent != fiber.agent) continue;
+      has_read = true;
+      read = std::max(read, other.index);
+    }
+    has_newer = has_newer || (has_read && read + 1 != cell.end());
   }
   if (!has_newer)
-    for (const auto& [word, end] : fiber.polled) sleepers_[word].push_back(&fiber);
+    for (const std::byte* word : fiber.polled) sleepers_[word].push_back(&fiber);
   fiber.polled.clear();
-  if (has_newer)
-    leave_fiber();
-  else
-    block("a write of a word that it polls", {"pause", {}, nullptr});
+  // Where a warp looks together a lane that has something to say must not wait for others that sleep.
+  const bool is_awaited = fiber.looks_together && fiber.block->warps[fiber.place.warp].arrived != 0;
+  if (has_newer || is_awaited) return leave_fiber();
+  fiber.is_polling = true;
+  block("a write of a word that it polls:", {"", {}, nullptr});
+  fiber.is_polling = fiber.looks_together = false;
 }
 void Machine::wake_readers(const std::byte* at, uint64_t bytes) {
   if (sleepers_.empty()) return;

@@ -66,6 +66,7 @@ void Machine::bulk_store(std::byte* to, const std::byte* from, uint32_t bytes, O
   access_of(fiber, false, Scope::kBlock, 4, origin);
   note(to, 0, nullptr, true, origin);
   start_copy({0, fiber.view, &fiber, from, to, kAsyncShared, kAsyncGlobal, nullptr, 0, 0, bytes, origin, 0});
+  if (settings_.profile.branches_order) copies_.back().view.of[kAsyncGlobal].join(fiber.seen);
   fiber.groups.back().push_back(&copies_.back());
 }
 void Machine::bulk_commit() {

@@ -75,6 +75,8 @@ void Machine::start(Stream& stream) {
       if (&value == &stream) return key;
     return 0u;
   }();
+  // What launches before this one did is visible to everybody: a relaxed store of this one publishes it.
+  const auto begun = std::make_shared<const View>(stream.view);
   uint32_t index = 0;
   for (uint32_t b = 0; b < launch.blocks; ++b) {
     auto& block = *blocks_.emplace_back(std::make_unique<BlockState>());
@@ -100,7 +102,9 @@ void Machine::start(Stream& stream) {
         fiber->priority = memory_.draw(1u << 20) + (1u << 20);
         fiber->view = stream.view;
         fiber->view.advance(fiber->agent, times_[fiber->agent]);
+        fiber->fenced = {begun, begun, begun};
         prepare(*fiber);
+        warp.lanes.push_back(fiber.get());
         runnable_.push_back(fiber.get());
         ++stream.alive;
         fibers_.push_back(std::move(fiber));
@@ -143,6 +147,7 @@ void Machine::finish(Fiber& fiber) {
   leave_group(fiber.block->warps[fiber.place.warp]);
   if (--fiber.block->alive == 0) memory_.forget(fiber.block->shared);
   Stream& stream = streams_[fiber.stream];
+  fiber.view.join(fiber.pending[static_cast<uint32_t>(Scope::kSystem)]);
   stream.ending.join(fiber.view);
   for (auto& group : fiber.groups)
     for (Copy* copy : group) stream.ending.advance(copy->agent, 2);  // a launch ends when its copies have
@@ -160,9 +165,12 @@ bool Machine::run() {
   uint32_t lanes = 0;
   for (auto& fiber : fibers_) {
     if (fiber->is_done) continue;
-    if (++lanes <= 8)
-      waiting +=
-          "\n  " + text_of(fiber->place) + " waits for " + fiber->waits_for + " " + text_of(fiber->waits_at);
+    if (++lanes > 64) continue;
+    waiting +=
+        "\n  " + text_of(fiber->place) + " waits for " + fiber->waits_for + " " + text_of(fiber->waits_at);
+    if (fiber->is_polling)
+      for (const std::byte* word : std::set<const std::byte*>(fiber->fresh.begin(), fiber->fresh.end()))
+        waiting += "\n    " + word_of(word) + newest_of(word);
   }
   if (lanes) fail("deadlock: " + std::to_string(lanes) + " lanes wait for what nobody will do" + waiting);
   return !failed_;
@@ -257,47 +265,54 @@ std::byte* Machine::shared() const {
   return fiber_->block->shared;
 }
 
-void Machine::meet(Rendezvous& group, bool orders, const char* what, const Origin& origin) {
-  if (orders) group.joining.join(fiber_->view);
-  const uint32_t generation = group.generation;
-  if (++group.arrived >= group.size) {
-    group.arrived = 0;
-    ++group.generation;
-    group.joined = std::move(group.joining);
-    group.joining = {};
-    wake_all(group.waiting);
-  } else {
-    group.waiting.push_back(fiber_);
-    while (group.generation == generation) block(what, origin);
-  }
-  if (orders) fiber_->view.join(group.joined);
-}
-// The others no longer wait for a lane that has ended.
-void Machine::leave_group(Rendezvous& group) {
-  if (--group.size == 0 || group.arrived < group.size) return;
+void Machine::gather(Rendezvous& group) {
   group.arrived = 0;
   ++group.generation;
   group.joined = std::move(group.joining);
   group.joining = {};
+  group.joined_seen = std::move(group.joining_seen);
+  group.joining_seen = {};
   wake_all(group.waiting);
+}
+void Machine::meet(Rendezvous& group, Meeting meeting, const char* what, const Origin& origin) {
+  if (meeting == Meeting::kOrders) group.joining.join(fiber_->view);
+  const bool hands_on = meeting != Meeting::kNothing && settings_.profile.branches_order;
+  if (hands_on) group.joining_seen.join(fiber_->seen);
+  const uint32_t generation = group.generation;
+  if (++group.arrived >= group.size) {
+    gather(group);
+  } else {
+    for (Fiber* lane : group.lanes)
+      if (lane->is_polling && lane->looks_together) wake(*lane);
+    group.waiting.push_back(fiber_);
+    while (group.generation == generation) block(what, origin);
+  }
+  if (meeting == Meeting::kOrders) fiber_->view.join(group.joined);
+  if (hands_on) fiber_->seen.join(group.joined_seen);
+}
+// The others no longer wait for a lane that has ended.
+void Machine::leave_group(Rendezvous& group) {
+  if (--group.size != 0 && group.arrived >= group.size) gather(group);
 }
 void Machine::sync_block(Origin origin) {
   step();
   note(nullptr, 0, nullptr, false, origin);
-  meet(fiber_->block->all, !is_changed(origin, Change::kDropped), "the lanes of its block", origin);
+  meet(fiber_->block->all, is_changed(origin, Change::kDropped) ? Meeting::kNothing : Meeting::kOrders,
+       "the lanes of its block", origin);
 }
 void Machine::sync_warp(Origin origin) {
   step();
   note(nullptr, 0, nullptr, false, origin);
-  meet(fiber_->block->warps[fiber_->place.warp], !is_changed(origin, Change::kDropped),
-       "the lanes of its warp", origin);
+  meet(fiber_->block->warps[fiber_->place.warp],
+       is_changed(origin, Change::kDropped) ? Meeting::kNothing : Meeting::kOrders, "the lanes of its warp",
+       origin);
 }
 const uint64_t* Machine::exchange(uint64_t value) {
   step();
   Rendezvous& group = fiber_->block->warps[fiber_->place.warp];
   auto& values = group.values[group.generation & 1];
   values[fiber_->place.lane] = value;
-  meet(group, false, "the lanes of its warp", {"shuffle or vote", {}, nullptr});
+  meet(group, Meeting::kVotes, "the lanes of its warp", {"shuffle or vote", {}, nullptr});
   return values.data();
 }
 

@@ -21,8 +21,12 @@ namespace weft::weak {
 
 // What kernels take for granted beyond PTX; `h200` is all of it, `ptx` none.
 struct Profile {
-  bool branches_order_loads = true;  // strong loads behind a branch on a strong load are not earlier
-  bool lines_are_atomic = true;      // 16 aligned bytes of one strong access are read from one write
+  // Behind a branch on a strong load come its warp's later strong loads, all its stores, its bulk stores, and its bulk loads
+  // behind a proxy fence. Votes, shuffles and syncs hand that on.
+  bool branches_order = true;
+  // 16 aligned bytes of one strong access are read from one write, and a line that eight lanes of a warp load or store
+  // together.
+  bool lines_are_atomic = true;
 };
 inline constexpr Profile kH200{}, kPtx{false, false};
 
@@ -79,6 +83,8 @@ class Machine {
   // An atomic operation of 4 or 8 bytes: returns what was there.
   uint64_t update(void* at, uint32_t bytes, Order order, Origin origin,
                   const std::function<uint64_t(uint64_t)>& next);
+  // 16 bytes of a line of 128, which the lanes of a warp access with one instruction, eight neighbours each.
+  void take_line(void* at, void* part, bool is_store, Origin origin);
   void fence(Scope scope, Origin origin);
   void fence_sequential(Origin origin);  // litmus tests alone: kernels have none
   void plain_store_follows(void* at, uint64_t bytes, const void* code);
@@ -157,12 +163,15 @@ class Machine {
   void wake(Fiber& fiber);
   void wake_all(std::vector<Fiber*>& fibers);
   void wake_readers(const std::byte* at, uint64_t bytes);
-  void meet(Rendezvous& group, bool orders, const char* what, const Origin& origin);
+  enum class Meeting { kNothing, kVotes, kOrders };
+  void meet(Rendezvous& group, Meeting meeting, const char* what, const Origin& origin);
+  void gather(Rendezvous& group);
   void leave_group(Rendezvous& group);
   uint32_t new_agent();
   uint32_t agent_of(Stream& stream, uint32_t index);
-  uint64_t cells_end(const std::byte* word);
-  Access access_of(Fiber& fiber, bool is_strong, Scope scope, uint32_t whole, const Origin& origin);
+  static void note_polled(Fiber& fiber, const std::byte* word);
+  Access access_of(Fiber& fiber, bool is_strong, Scope scope, uint32_t whole, const Origin& origin,
+                   bool is_store = false);
   void learn(Fiber& fiber, const Write* write, const Order& order, const Origin& origin);
   Write* written(Fiber& fiber, const Order& order, const Origin& origin);
   void on_race(const Race& race);
@@ -174,6 +183,7 @@ class Machine {
   std::string text_of(const Origin& origin) const;
   std::string text_of(const Write* write) const;
   std::string word_of(const void* at);
+  std::string newest_of(const void* at);
   std::string why_unordered(uint32_t agent, uint32_t time, Proxy proxy, const Access& access) const;
   std::string events_of(const void* at, const Place& one, const Place& other);
 

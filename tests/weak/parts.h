@@ -27,7 +27,9 @@ struct Rendezvous {
   uint32_t size = 0, arrived = 0, generation = 0;
   View joining;
   View joined;  // of the last rendezvous
+  Clock joining_seen, joined_seen;
   std::vector<Fiber*> waiting;
+  std::vector<Fiber*> lanes;        // of a warp
   std::vector<uint64_t> values[2];  // of exchanges, by turns: nobody is two ahead
 };
 
@@ -72,21 +74,22 @@ struct Fiber {
   BlockState* block;
   uint64_t priority;
   View view;
-  Clock seen;  // what strong loads showed without an acquire: holds for later strong loads
+  Clock seen;  // what strong loads showed, acquires or not: see Profile::branches_order
   std::array<std::shared_ptr<const View>, 3> fenced;  // what the last fence publishes by later strong stores
   std::array<View, 3> pending;  // what strong loads would learn by a fence of that scope
   // A plain store whose instruction runs when the hook returns.
   std::byte* plain = nullptr;
   uint64_t plain_bytes = 0;
   const void* plain_code = nullptr;
-  // Loads since the last pause(): the words, and how many messages they had.
-  std::vector<std::pair<const std::byte*, uint64_t>> polled;
-  std::vector<const std::byte*> fresh;  // words whose newest write it must see now
-  const void* again = nullptr;          // the last load's word, loaded so often without another between
+  std::vector<const std::byte*> polled;  // words loaded since the last pause()
+  std::vector<const std::byte*> fresh;   // words whose newest write it must see now
+  const void* again = nullptr;           // the last load's word, loaded so often without another between
   uint32_t agains = 0;
   std::vector<std::vector<Copy*>> groups{1};  // of bulk stores; the last is open
   std::vector<Copy*> loads;
   bool is_blocked = false;
+  bool is_polling = false;      // ... in pause()
+  bool looks_together = false;  // its warp has just loaded a line
   bool is_done = false;
   const char* waits_for = "";
   Origin waits_at;

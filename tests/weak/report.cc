@@ -72,6 +72,15 @@ std::string Machine::word_of(const void* at) {
   return region->name + " + " + hex(static_cast<uint64_t>(static_cast<const std::byte*>(at) - region->base));
 }
 
+std::string Machine::newest_of(const void* at) {
+  Region* const region = memory_.region_of(at);
+  if (!region) return "";
+  const Message& newest =
+      memory_.cell_of(*region, static_cast<uint64_t>(static_cast<const std::byte*>(at) - region->base))
+          .history.back();
+  return ": " + hex(newest.bytes) + " of " + text_of(newest.write);
+}
+
 // What would have put another agent's access before this one.
 std::string Machine::why_unordered(uint32_t agent, uint32_t time, Proxy proxy, const Access& access) const {
   if (access.view->of[kGeneric].of(agent) >= time)

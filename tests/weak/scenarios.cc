@@ -5,26 +5,10 @@
 
 #include "kernels/moe/ring.cuh"
 #include "transports/mapped/channel.cuh"
+#include "weak/buffers.h"
 
 namespace weft::weak {
 namespace {
-
-constexpr std::byte kPoison{0xa5};
-
-// Memory of a rank that others may see, 128-byte aligned.
-class Buffer {
- public:
-  Buffer(Machine& machine, const std::string& name, uint64_t bytes, std::byte fill)
-      : bytes_(bytes + 128, fill) {
-    base_ = bytes_.data() + (128 - reinterpret_cast<uintptr_t>(bytes_.data()) % 128) % 128;
-    machine.memory().share(name, base_, bytes);
-  }
-  std::byte* at(uint64_t offset = 0) const { return base_ + offset; }
-
- private:
-  std::vector<std::byte> bytes_;
-  std::byte* base_;
-};
 
 std::byte byte_of(uint64_t seed, uint64_t message, uint64_t i) {
   return static_cast<std::byte>(seed * 7 + message * 37 + i * 11 + 1);
@@ -172,7 +156,7 @@ bool play_pipe(Machine& machine, uint64_t seed) {
 }
 
 // Pieces that came from a peer, read in shared memory by all lanes and written out again (RowQueue, RowWriter).
-// Asked at once, a slot is loaded over before RowWriter's fence: by all lanes, and between proxies.
+// Asked at once, a slot is loaded over before RowWriter's fence, which would order that, too.
 template <bool kAsksAtOnce>
 void copy_queued(std::byte* to, const std::byte* from) {
   const Warp warp;
@@ -207,11 +191,14 @@ bool play_queue(Machine& machine, uint64_t seed) {
 const std::vector<Scenario>& scenarios() {
   static const std::vector<Scenario> all = {
       {"ring", play_ring},
+      {"low latency by words", play_low_latency_words},
+      {"low latency by lines", play_low_latency_lines},
+      {"low latency by bulk copies", play_low_latency_bulk},
+      {"high throughput", play_high_throughput},
+      {"exchange", play_exchange},
       {"row pipe", play_pipe},
-      {"row queue behind a fence", play_queue<false>},
-      {"row queue", play_queue<true>,
-       "RowQueue::pop(): lanes have read a slot, and the next bulk load into it needs fence_async_shared() "
-       "by them first"},
+      {"row queue", play_queue<false>},
+      {"row queue, asked at once", play_queue<true>},
   };
   return all;
 }

@@ -166,5 +166,9 @@ inline constexpr bool kLoadsFullLines = false;
 WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
   store_line(at, v);
 }
+// A part of a line that the lanes load at one time.
+WEFT_DEVICE Vec16 load_line_part(const Vec16* at) {
+  return load_line(at);
+}
 
 }  // namespace weft

@@ -294,5 +294,9 @@ inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
   else
     store_relaxed(halves + 1, high);
 }
+// A part of a line that is loaded after its tag.
+inline Vec16 load_line_part(const Vec16* at) {
+  return load_line(at);
+}
 
 }  // namespace weft

@@ -199,10 +199,15 @@ inline Vec16 load_line(const Vec16* at, weak::Spot spot = weak::Spot::current())
 inline void store_line(Vec16* at, Vec16 v, weak::Spot spot = weak::Spot::current()) {
   weak::stored(at, v, weak::line(), "store_line", spot);
 }
-// The parts of a 128-byte line may come from different times here: that it is whole is not modelled yet.
-inline constexpr bool kLoadsFullLines = false;
+// Eight neighbours of a warp, which call it together, store a line with one write, and load it from one (profile).
+inline constexpr bool kLoadsFullLines = true;
 inline void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/, weak::Spot spot = weak::Spot::current()) {
-  store_line(at, v, spot);
+  weak::machine().take_line(at, &v, true, {"store_line_part", spot, nullptr});
+}
+inline Vec16 load_line_part(const Vec16* at, weak::Spot spot = weak::Spot::current()) {
+  Vec16 v;
+  weak::machine().take_line(const_cast<Vec16*>(at), &v, false, {"load_line_part", spot, nullptr});
+  return v;
 }
 
 }  // namespace weft

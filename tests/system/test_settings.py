@@ -53,7 +53,7 @@ def test_what_the_documents_set_is_valid(monkeypatch: pytest.MonkeyPatch) -> Non
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]:
         for name in re.findall(r"`(WEFT_[A-Z_]*[A-Z])[`=]", page.read_text()):
             assert name in known, f"{page.name} names {name}"
-        for name, value in re.findall(r"\b(WEFT_[A-Z_]+)=([^\s`)]+)", page.read_text()):
+        for name, value in re.findall(r"(?<!define\.)\b(WEFT_[A-Z_]+)=([^\s`)]+)", page.read_text()):
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
                 _core.config_reload()

@@ -136,7 +136,7 @@ class LowLatencyRun {
     call.wait = {.timeout_ns = ~uint64_t{0}, .fault = faults_[rank], .self = rank, .reserved = 0};
     call.half_bytes = setting_.half_bytes();
     call.lines_at = lines_begin(kRanks, call.half_bytes);
-    call.ticket = ticket;
+    call.call_slot = ticket;
     call.max_tokens = setting_.max_tokens;
     call.tokens = tokens;
     call.experts = kExperts;

@@ -135,7 +135,7 @@ std::string CollectiveRunner::sentence() const {
   // A rank that takes back what it offered may have seen another's end a moment sooner: in its memory.
   const std::string lost = box.site == Site::kTakenBack ? peers.lost_by_now() : peers.lost();
   if (box.site == Site::kTakenBack)
-    return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank{}{}",
+    return text("rank {}, collective {}, block {}, step {}: rank {} had given up this call{}{}",
                 box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
                 lost.empty() ? "" : "; ", lost);
   const auto peer = static_cast<int>(box.peer);

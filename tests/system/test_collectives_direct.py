@@ -137,7 +137,9 @@ def test_a_window_that_some_rank_has_destroyed_is_named() -> None:
     assert (
         reports[1][0] == "closed" and "memory of window" in reports[1][1] and "destroyed" in reports[1][1]
     ), reports
-    assert all(code == "peer_lost" and "rank 1" in text for code, text in (reports[0], reports[2])), reports
+    # Either of the others may see first that its fellow, which saw rank 1's end, takes back what it offered.
+    for code, text in (reports[0], reports[2]):
+        assert code == "peer_lost" and ("rank 1" in text or "had given up this call" in text), reports
 
 
 def _stores_only_where_it_still_can(rank: Rank) -> list[float]:

@@ -46,7 +46,7 @@ def test_the_tree_keeps_its_layers(layers: ModuleType) -> None:
         ("kernels/collective/a.cuh", "kernels/moe/b.h"),
         ("compat/nccl/a.cc", "moe/b.h"),
         ("src/moe/a.cc", "measure/loops/b.h"),
-        ("transports/proxy/a.cc", "measure/jitter/b.h"),
+        ("src/transports/proxy/a.cc", "measure/jitter/b.h"),
     ],
 )
 def test_an_include_upwards_is_named(

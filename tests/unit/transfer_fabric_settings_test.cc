@@ -33,17 +33,17 @@ Settings seen_by_library;
 // What a library of no networks reads at the first question.
 Settings read_with(uint32_t queue_limit) {
   Library library;
-  library.dupinfo = [](const Info*) {
-    auto* info = new Info{};
-    info->fabric_attr = new FabricAttr{};
+  library.dupinfo = [](const fi_info*) {
+    auto* info = new fi_info{};
+    info->fabric_attr = new fi_fabric_attr{};
     return info;
   };
-  library.freeinfo = [](Info* info) {
+  library.freeinfo = [](fi_info* info) {
     std::free(info->fabric_attr->prov_name);
     delete info->fabric_attr;
     delete info;
   };
-  library.getinfo = [](uint32_t, const char*, const char*, uint64_t, const Info*, Info**) {
+  library.getinfo = [](uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) {
     seen_by_library = in_environment();
     return -61;
   };

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.testing.cases import MoeCase
-from weft.testing.ranks import Rank, run_ranks
+if TYPE_CHECKING:
+    from weft.testing.cases import MoeCase
+    from weft.testing.ranks import Rank
 
 
 def num_ranks_here() -> int:
@@ -67,4 +68,6 @@ def run_on_gpus(
     lost: Collection[int] = (),
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on ``num_ranks`` ranks, of which ``lost`` die; return the results in rank order."""
+    from weft.testing.ranks import run_ranks  # which a build without measure/ has not
+
     return run_ranks(num_ranks, _on_its_gpu, function, *args, deadline_s=deadline_s, lost=lost)

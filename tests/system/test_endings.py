@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -67,8 +68,12 @@ LONG = (
     "tune --device cpu --ranks 2",
 )
 PROMISED_S = 2.0
+needs_ranks = pytest.mark.skipif(
+    importlib.util.find_spec("weft.testing") is None, reason="needs weft.testing, which this build is without"
+)
 
 
+@needs_ranks
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
 )
@@ -82,6 +87,7 @@ def test_a_signal_ends_a_command_and_its_ranks(number: signal.Signals, tmp_path:
         assert list((tmp_path / "tmp").glob("weft-*")) == []
 
 
+@needs_ranks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("arguments", [DEMO, *LONG])
 def test_every_long_command_ends_in_time(

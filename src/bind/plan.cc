@@ -55,8 +55,8 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
                                  count(shape, "experts"),     count(shape, "row_bytes"),
                                  count(shape, "scale_bytes"), count(shape, "result_bytes")};
   const MachineFigures figures{{figure("mapped_gb_s"), figure("network_gb_s"), figure("mapped_latency_us"),
-                                figure("network_latency_us"), figure("million_puts_per_s"), figure("pcie_gb_s"),
-                                figure("pcie_latency_us")},
+                                figure("network_latency_us"), figure("million_puts_per_s"),
+                                figure("pcie_gb_s"), figure("pcie_latency_us")},
                                {true, count(machine, "sms"), 1, count(machine, "shared_bytes")},
                                nb::cast<int>(machine["nvlinks"]),
                                nb::cast<int>(machine["compute_major"])};

@@ -135,9 +135,9 @@ std::string CollectiveRunner::sentence() const {
   // A rank that takes back what it offered may have seen another's end a moment sooner: in its memory.
   const std::string lost = box.site == Site::kTakenBack ? peers.lost_by_now() : peers.lost();
   if (box.site == Site::kTakenBack)
-    return text("rank {}, collective {}, block {}, step {}: rank {} had given up this call{}{}",
-                box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
-                lost.empty() ? "" : "; ", lost);
+    return text("rank {}, collective {}, block {}, step {}: rank {} had given up this call{}{}", box.self,
+                last_program, box.detail >> 16, box.detail & 0xffff, box.peer, lost.empty() ? "" : "; ",
+                lost);
   const auto peer = static_cast<int>(box.peer);
   const bool is_own = box.peer == box.self;
   const std::string whom = is_own ? "another block of its own" : text("rank {}", box.peer);

@@ -16,7 +16,8 @@ Status Engram::resize(uint64_t entries_per_rank, uint64_t row_bytes, const std::
   at_ = plan_engram(entries_per_rank, row_bytes, has_ports(), buffer_.limits());
   // Where no network reaches the device, all lies where ports can read it: the owner stores entries once.
   const bool is_reached = buffer_.communicator()->port_windows().are_in_device;
-  WEFT_TRY_ASSIGN(window_, Window::create(buffer_.communicator(), at_.end, is_reached ? at_.end : 0, at_.landings));
+  WEFT_TRY_ASSIGN(window_,
+                  Window::create(buffer_.communicator(), at_.end, is_reached ? at_.end : 0, at_.landings));
   entries_per_rank_ = entries_per_rank;
   row_bytes_ = row_bytes;
   return {};

@@ -43,7 +43,7 @@ class Engram {
   }
 
   Status check_owner() const { return buffer_.check_owner(); }
-  Window& window() { return *window_; }  // once resize() has succeeded
+  Window& window() { return *window_; }                // once resize() has succeeded
   uint64_t entries_at() const { return at_.entries; }  // their offset in window()
   uint64_t entries_per_rank() const { return entries_per_rank_; }
   uint64_t row_bytes() const { return row_bytes_; }

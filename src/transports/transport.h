@@ -66,7 +66,7 @@ struct WindowView {
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
   Device place = {};                  // whose memory `local` is: the rank's device, or the host
-  uint64_t port_bytes = 0;  // the first so many are what port peers reach
+  uint64_t port_bytes = 0;            // the first so many are what port peers reach
   // Where the window has a host part: so many bytes of it, which begin so far before `local`; and whether what ports put
   // beside words and records goes to `place`, and not to the host part.
   uint64_t host_bytes = 0;

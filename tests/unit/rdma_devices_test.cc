@@ -70,7 +70,8 @@ TEST_F(Machine, ADeviceInSoftwareSitsWhereItsInterfaceDoes) {
 TEST_F(Machine, ADeviceHasADriver) {
   const DevicePlace nic = rdma_device("mlx5_0", 1, root_.string()).place;
   EXPECT_EQ(kernel_driver(nic, root_.string()), "");
-  fs::create_symlink("../../../../../bus/pci/drivers/mlx5_core", root_ / "bus/pci/devices" / nic.pci / "driver");
+  fs::create_symlink("../../../../../bus/pci/drivers/mlx5_core",
+                     root_ / "bus/pci/devices" / nic.pci / "driver");
   EXPECT_EQ(kernel_driver(nic, root_.string()), "mlx5_core");
   EXPECT_EQ(kernel_driver({}, root_.string()), "");
 }

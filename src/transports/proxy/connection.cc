@@ -232,9 +232,7 @@ class ProxyLink : public Link {
   }
 
   // Bytes from its first one that ports may write to.
-  static uint64_t reach_of(const WindowView& window) {
-    return window.before + window.port_bytes;
-  }
+  static uint64_t reach_of(const WindowView& window) { return window.before + window.port_bytes; }
 
   // Places count from the host part on, where there is one.
   Result<Regions::Own> register_window(const WindowView& window) {

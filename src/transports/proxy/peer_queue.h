@@ -96,7 +96,7 @@ class PeerQueue {
     bool has_put;  // ... or a record with a small put
     uint32_t imm = 0;
     std::shared_ptr<transfer::Remote> registration = nullptr;  // of the peer, to which it goes; else null
-    bool is_in_host = false;                                   // a put or get of which an end is memory of the host
+    bool is_in_host = false;  // a put or get of which an end is memory of the host
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to

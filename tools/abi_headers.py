@@ -197,13 +197,18 @@ class Header:
 
     def __init__(self, upstream: Upstream, uses: Uses) -> None:
         self.upstream, self.uses = upstream, uses
+        self._declare(sorted(uses.names), is_followed=True)
+        # Again in an order that does not depend on which of them sources name.
+        self._declare([*sorted(self.written), *sorted(uses.names)], is_followed=False)
+
+    def _declare(self, names: list[str], is_followed: bool) -> None:
+        """Write structs and types, and what they need; and what they point to, where that is followed."""
         self.aliases: dict[str, str] = {}
         self.written: dict[str, list[str]] = {}  # structs
-        for name in sorted(uses.names):
-            if name in upstream.structs:
-                self._write(name)
-            elif upstream.others.get(name, {}).get("kind") == "TypedefDecl":
-                self.spell(name)
+        self.is_followed = is_followed
+        for name in names:
+            self._write(name)
+            self._alias(name)
 
     def spell(self, kind: str) -> str:
         """Return a C type as C++ has it, and see to it that what it names is declared."""
@@ -265,7 +270,7 @@ class Header:
                 continue
             kind = self.spell(kind).split("[")[0]
             self._write_held(kind)
-            if name in self.uses.members and kind.endswith("*"):
+            if self.is_followed and name in self.uses.members and kind.endswith("*"):
                 pointed += re.findall(r"struct (\w+)", kind)
             name += count + (f" : {node['inner'][0]['value']}" if node.get("isBitfield") else "")
             if "(*)" in kind:

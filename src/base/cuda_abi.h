@@ -11,40 +11,40 @@
 namespace weft {
 // clang-format off
 
-using CUcontext = struct CUctx_st*;
-using CUdevice_v1 = int;
-using CUdevice = CUdevice_v1;
-using CUdeviceptr_v2 = unsigned long long;
-using CUdeviceptr = CUdeviceptr_v2;
-using CUevent = struct CUevent_st*;
-using CUfunction = struct CUfunc_st*;
-using CUgraph = struct CUgraph_st*;
-using CUgraphExec = struct CUgraphExec_st*;
-using CUipcMemHandle_v1 = struct CUipcMemHandle_st;
-using CUipcMemHandle = CUipcMemHandle_v1;
-using CUlaunchAttributeID = int;
 using CUaccessProperty = int;
 using CUaccessPolicyWindow_v1 = struct CUaccessPolicyWindow_st;
 using CUaccessPolicyWindow = CUaccessPolicyWindow_v1;
 using CUsynchronizationPolicy = int;
 using CUclusterSchedulingPolicy = int;
+using CUevent = struct CUevent_st*;
 using CUlaunchMemSyncDomainMap = struct CUlaunchMemSyncDomainMap_st;
 using CUlaunchMemSyncDomain = int;
 using CUgraphDeviceNode = struct CUgraphDeviceUpdatableNode_st*;
 using CUlaunchAttributePortableClusterMode = int;
 using CUsharedMemoryMode = int;
+using CUlaunchAttributeID = int;
 using CUlaunchAttributeValue = union CUlaunchAttributeValue_union;
-using CUlaunchAttribute = struct CUlaunchAttribute_st;
 using CUstream = struct CUstream_st*;
-using CUlaunchConfig = struct CUlaunchConfig_st;
+using CUlaunchAttribute = struct CUlaunchAttribute_st;
 using CUmemLocationType = int;
 using CUmemLocation_v1 = struct CUmemLocation_st;
 using CUmemLocation = CUmemLocation_v1;
 using CUmemAccess_flags = int;
-using CUmemAccessDesc_v1 = struct CUmemAccessDesc_st;
-using CUmemAccessDesc = CUmemAccessDesc_v1;
 using CUmemAllocationType = int;
 using CUmemAllocationHandleType = int;
+using CUcontext = struct CUctx_st*;
+using CUdevice_v1 = int;
+using CUdevice = CUdevice_v1;
+using CUdeviceptr_v2 = unsigned long long;
+using CUdeviceptr = CUdeviceptr_v2;
+using CUfunction = struct CUfunc_st*;
+using CUgraph = struct CUgraph_st*;
+using CUgraphExec = struct CUgraphExec_st*;
+using CUipcMemHandle_v1 = struct CUipcMemHandle_st;
+using CUipcMemHandle = CUipcMemHandle_v1;
+using CUlaunchConfig = struct CUlaunchConfig_st;
+using CUmemAccessDesc_v1 = struct CUmemAccessDesc_st;
+using CUmemAccessDesc = CUmemAccessDesc_v1;
 using CUmemAllocationProp_v1 = struct CUmemAllocationProp_st;
 using CUmemAllocationProp = CUmemAllocationProp_v1;
 using CUmemGenericAllocationHandle_v1 = unsigned long long;
@@ -134,15 +134,15 @@ constexpr int CUDA_SUCCESS = 0;
 constexpr int CUDA_ERROR_NOT_READY = 600;
 constexpr int CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704;
 
-struct CUipcMemHandle_st {
-  char reserved[64];
-};
-
 struct CUaccessPolicyWindow_st {
   void* base_ptr;
   size_t num_bytes;
   float hitRatio;
   CUaccessProperty hitProp, missProp;
+};
+
+struct CUipcMemHandle_st {
+  char reserved[64];
 };
 
 struct CUlaunchMemSyncDomainMap_st {

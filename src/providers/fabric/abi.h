@@ -48,21 +48,21 @@ namespace weft {
 // clang-format off
 
 using fi_av_type = int;
+using fi_bus_type = int;
 using fi_cq_format = int;
 using fi_wait_obj = int;
 using fi_cq_wait_cond = int;
 using fi_addr_t = uint64_t;
-using fid_t = struct fid*;
-using fi_ep_type = int;
 using fi_threading = int;
 using fi_progress = int;
 using fi_resource_mgmt = int;
+using fi_ep_type = int;
+using fid_t = struct fid*;
+using fi_link_state = int;
+using fi_hmem_iface = int;
 using fi_datatype = int;
 using fi_op = int;
 using fi_collective_op = int;
-using fi_bus_type = int;
-using fi_link_state = int;
-using fi_hmem_iface = int;
 
 constexpr uint64_t FI_ADDR_UNSPEC = 0xffffffffffffffff;
 constexpr int FI_OPT_ENDPOINT = 0;
@@ -119,6 +119,18 @@ struct fi_av_attr {
   uint64_t flags;
 };
 
+struct fi_pci_attr {
+  uint16_t domain_id;
+  uint8_t bus_id, device_id, function_id;
+};
+
+struct fi_bus_attr {
+  fi_bus_type bus_type;
+  union {
+    struct fi_pci_attr pci;
+  } attr;
+};
+
 struct fi_cq_attr {
   size_t size;
   uint64_t flags;
@@ -150,42 +162,6 @@ struct fi_cq_err_entry {
   fi_addr_t src_addr;
 };
 
-struct fi_info {
-  struct fi_info* next;
-  uint64_t caps, mode;
-  uint32_t addr_format;
-  size_t src_addrlen, dest_addrlen;
-  void* src_addr;
-  void* dest_addr;
-  fid_t handle;
-  struct fi_tx_attr* tx_attr;
-  struct fi_rx_attr* rx_attr;
-  struct fi_ep_attr* ep_attr;
-  struct fi_domain_attr* domain_attr;
-  struct fi_fabric_attr* fabric_attr;
-  struct fid_nic* nic;
-};
-
-struct fi_tx_attr {
-  uint64_t caps, mode, op_flags, msg_order, comp_order;
-  size_t inject_size, size, iov_limit, rma_iov_limit;
-  uint32_t tclass;
-};
-
-struct fi_rx_attr {
-  uint64_t caps, mode, op_flags, msg_order, comp_order;
-  size_t total_buffered_recv, size, iov_limit;
-};
-
-struct fi_ep_attr {
-  fi_ep_type type;
-  uint32_t protocol, protocol_version;
-  size_t max_msg_size, msg_prefix_size, max_order_raw_size, max_order_war_size, max_order_waw_size;
-  uint64_t mem_tag_format;
-  size_t tx_ctx_cnt, rx_ctx_cnt, auth_key_size;
-  uint8_t* auth_key;
-};
-
 struct fi_domain_attr {
   struct fid_domain* domain;
   char* name;
@@ -208,50 +184,13 @@ struct fi_domain_attr {
   uint64_t max_cntr_value, max_err_cntr_value;
 };
 
-struct fid {
-  size_t fclass;
-  void* context;
-  struct fi_ops* ops;
-};
-
-struct fi_ops {
-  size_t size;
-  int (*close)(struct fid*);
-  int (*bind)(struct fid*, struct fid*, uint64_t);
-  int (*control)(struct fid*, int, void*);
-  int (*ops_open)(struct fid*, const char*, uint64_t, void**, void*);
-  int (*tostr)(const struct fid*, char*, size_t);
-  int (*ops_set)(struct fid*, const char*, uint64_t, void*, void*);
-};
-
-struct fid_domain {
-  struct fid fid;
-  struct fi_ops_domain* ops;
-  struct fi_ops_mr* mr;
-};
-
-struct fi_ops_domain {
-  size_t size;
-  int (*av_open)(struct fid_domain*, struct fi_av_attr*, struct fid_av**, void*);
-  int (*cq_open)(struct fid_domain*, struct fi_cq_attr*, struct fid_cq**, void*);
-  int (*endpoint)(struct fid_domain*, struct fi_info*, struct fid_ep**, void*);
-  int (*scalable_ep)(struct fid_domain*, struct fi_info*, struct fid_ep**, void*);
-  int (*cntr_open)(struct fid_domain*, struct fi_cntr_attr*, struct fid_cntr**, void*);
-  int (*poll_open)(struct fid_domain*, struct fi_poll_attr*, struct fid_poll**);
-  int (*stx_ctx)(struct fid_domain*, struct fi_tx_attr*, struct fid_stx**, void*);
-  int (*srx_ctx)(struct fid_domain*, struct fi_rx_attr*, struct fid_ep**, void*);
-  int (*query_atomic)(struct fid_domain*, fi_datatype, fi_op, struct fi_atomic_attr*, uint64_t);
-  int (*query_collective)(struct fid_domain*, fi_collective_op, struct fi_collective_attr*, uint64_t);
-  int (*endpoint2)(struct fid_domain*, struct fi_info*, struct fid_ep**, uint64_t, void*);
-};
-
-struct fi_ops_mr {
-  size_t size;
-  int (*reg)(struct fid*, const void*, size_t, uint64_t, uint64_t, uint64_t, uint64_t, struct fid_mr**,
-      void*);
-  int (*regv)(struct fid*, const struct iovec*, size_t, uint64_t, uint64_t, uint64_t, uint64_t,
-      struct fid_mr**, void*);
-  int (*regattr)(struct fid*, const struct fi_mr_attr*, uint64_t, struct fid_mr**);
+struct fi_ep_attr {
+  fi_ep_type type;
+  uint32_t protocol, protocol_version;
+  size_t max_msg_size, msg_prefix_size, max_order_raw_size, max_order_war_size, max_order_waw_size;
+  uint64_t mem_tag_format;
+  size_t tx_ctx_cnt, rx_ctx_cnt, auth_key_size;
+  uint8_t* auth_key;
 };
 
 struct fi_fabric_attr {
@@ -261,40 +200,20 @@ struct fi_fabric_attr {
   uint32_t prov_version, api_version;
 };
 
-struct fid_fabric {
-  struct fid fid;
-  struct fi_ops_fabric* ops;
-  uint32_t api_version;
-};
-
-struct fi_ops_fabric {
-  size_t size;
-  int (*domain)(struct fid_fabric*, struct fi_info*, struct fid_domain**, void*);
-  int (*passive_ep)(struct fid_fabric*, struct fi_info*, struct fid_pep**, void*);
-  int (*eq_open)(struct fid_fabric*, struct fi_eq_attr*, struct fid_eq**, void*);
-  int (*wait_open)(struct fid_fabric*, struct fi_wait_attr*, struct fid_wait**);
-  int (*trywait)(struct fid_fabric*, struct fid**, int);
-  int (*domain2)(struct fid_fabric*, struct fi_info*, struct fid_domain**, uint64_t, void*);
-};
-
-struct fid_nic {
-  struct fid fid;
-  struct fi_device_attr* device_attr;
-  struct fi_bus_attr* bus_attr;
-  struct fi_link_attr* link_attr;
-  void* prov_attr;
-};
-
-struct fi_pci_attr {
-  uint16_t domain_id;
-  uint8_t bus_id, device_id, function_id;
-};
-
-struct fi_bus_attr {
-  fi_bus_type bus_type;
-  union {
-    struct fi_pci_attr pci;
-  } attr;
+struct fi_info {
+  struct fi_info* next;
+  uint64_t caps, mode;
+  uint32_t addr_format;
+  size_t src_addrlen, dest_addrlen;
+  void* src_addr;
+  void* dest_addr;
+  fid_t handle;
+  struct fi_tx_attr* tx_attr;
+  struct fi_rx_attr* rx_attr;
+  struct fi_ep_attr* ep_attr;
+  struct fi_domain_attr* domain_attr;
+  struct fi_fabric_attr* fabric_attr;
+  struct fid_nic* nic;
 };
 
 struct fi_link_attr {
@@ -336,15 +255,14 @@ struct fi_msg_rma {
   uint64_t data;
 };
 
-struct fi_rma_iov {
-  uint64_t addr;
-  size_t len;
-  uint64_t key;
-};
-
-struct fid_av {
-  struct fid fid;
-  struct fi_ops_av* ops;
+struct fi_ops {
+  size_t size;
+  int (*close)(struct fid*);
+  int (*bind)(struct fid*, struct fid*, uint64_t);
+  int (*control)(struct fid*, int, void*);
+  int (*ops_open)(struct fid*, const char*, uint64_t, void**, void*);
+  int (*tostr)(const struct fid*, char*, size_t);
+  int (*ops_set)(struct fid*, const char*, uint64_t, void*, void*);
 };
 
 struct fi_ops_av {
@@ -361,9 +279,17 @@ struct fi_ops_av {
   int (*set_user_id)(struct fid_av*, fi_addr_t, fi_addr_t, uint64_t);
 };
 
-struct fid_cq {
-  struct fid fid;
-  struct fi_ops_cq* ops;
+struct fi_ops_cm {
+  size_t size;
+  int (*setname)(fid_t, void*, size_t);
+  int (*getname)(fid_t, void*, size_t*);
+  int (*getpeer)(struct fid_ep*, void*, size_t*);
+  int (*connect)(struct fid_ep*, const void*, const void*, size_t);
+  int (*listen)(struct fid_pep*);
+  int (*accept)(struct fid_ep*, const void*, size_t);
+  int (*reject)(struct fid_pep*, fid_t, const void*, size_t);
+  int (*shutdown)(struct fid_ep*, uint64_t);
+  int (*join)(struct fid_ep*, const void*, uint64_t, struct fid_mc**, void*);
 };
 
 struct fi_ops_cq {
@@ -377,15 +303,19 @@ struct fi_ops_cq {
   const char* (*strerror)(struct fid_cq*, int, const void*, char*, size_t);
 };
 
-struct fid_ep {
-  struct fid fid;
-  struct fi_ops_ep* ops;
-  struct fi_ops_cm* cm;
-  struct fi_ops_msg* msg;
-  struct fi_ops_rma* rma;
-  struct fi_ops_tagged* tagged;
-  struct fi_ops_atomic* atomic;
-  struct fi_ops_collective* collective;
+struct fi_ops_domain {
+  size_t size;
+  int (*av_open)(struct fid_domain*, struct fi_av_attr*, struct fid_av**, void*);
+  int (*cq_open)(struct fid_domain*, struct fi_cq_attr*, struct fid_cq**, void*);
+  int (*endpoint)(struct fid_domain*, struct fi_info*, struct fid_ep**, void*);
+  int (*scalable_ep)(struct fid_domain*, struct fi_info*, struct fid_ep**, void*);
+  int (*cntr_open)(struct fid_domain*, struct fi_cntr_attr*, struct fid_cntr**, void*);
+  int (*poll_open)(struct fid_domain*, struct fi_poll_attr*, struct fid_poll**);
+  int (*stx_ctx)(struct fid_domain*, struct fi_tx_attr*, struct fid_stx**, void*);
+  int (*srx_ctx)(struct fid_domain*, struct fi_rx_attr*, struct fid_ep**, void*);
+  int (*query_atomic)(struct fid_domain*, fi_datatype, fi_op, struct fi_atomic_attr*, uint64_t);
+  int (*query_collective)(struct fid_domain*, fi_collective_op, struct fi_collective_attr*, uint64_t);
+  int (*endpoint2)(struct fid_domain*, struct fi_info*, struct fid_ep**, uint64_t, void*);
 };
 
 struct fi_ops_ep {
@@ -399,17 +329,23 @@ struct fi_ops_ep {
   ssize_t (*tx_size_left)(struct fid_ep*);
 };
 
-struct fi_ops_cm {
+struct fi_ops_fabric {
   size_t size;
-  int (*setname)(fid_t, void*, size_t);
-  int (*getname)(fid_t, void*, size_t*);
-  int (*getpeer)(struct fid_ep*, void*, size_t*);
-  int (*connect)(struct fid_ep*, const void*, const void*, size_t);
-  int (*listen)(struct fid_pep*);
-  int (*accept)(struct fid_ep*, const void*, size_t);
-  int (*reject)(struct fid_pep*, fid_t, const void*, size_t);
-  int (*shutdown)(struct fid_ep*, uint64_t);
-  int (*join)(struct fid_ep*, const void*, uint64_t, struct fid_mc**, void*);
+  int (*domain)(struct fid_fabric*, struct fi_info*, struct fid_domain**, void*);
+  int (*passive_ep)(struct fid_fabric*, struct fi_info*, struct fid_pep**, void*);
+  int (*eq_open)(struct fid_fabric*, struct fi_eq_attr*, struct fid_eq**, void*);
+  int (*wait_open)(struct fid_fabric*, struct fi_wait_attr*, struct fid_wait**);
+  int (*trywait)(struct fid_fabric*, struct fid**, int);
+  int (*domain2)(struct fid_fabric*, struct fi_info*, struct fid_domain**, uint64_t, void*);
+};
+
+struct fi_ops_mr {
+  size_t size;
+  int (*reg)(struct fid*, const void*, size_t, uint64_t, uint64_t, uint64_t, uint64_t, struct fid_mr**,
+      void*);
+  int (*regv)(struct fid*, const struct iovec*, size_t, uint64_t, uint64_t, uint64_t, uint64_t,
+      struct fid_mr**, void*);
+  int (*regattr)(struct fid*, const struct fi_mr_attr*, uint64_t, struct fid_mr**);
 };
 
 struct fi_ops_msg {
@@ -440,10 +376,74 @@ struct fi_ops_rma {
   ssize_t (*injectdata)(struct fid_ep*, const void*, size_t, uint64_t, fi_addr_t, uint64_t, uint64_t);
 };
 
+struct fi_rma_iov {
+  uint64_t addr;
+  size_t len;
+  uint64_t key;
+};
+
+struct fi_rx_attr {
+  uint64_t caps, mode, op_flags, msg_order, comp_order;
+  size_t total_buffered_recv, size, iov_limit;
+};
+
+struct fi_tx_attr {
+  uint64_t caps, mode, op_flags, msg_order, comp_order;
+  size_t inject_size, size, iov_limit, rma_iov_limit;
+  uint32_t tclass;
+};
+
+struct fid {
+  size_t fclass;
+  void* context;
+  struct fi_ops* ops;
+};
+
+struct fid_av {
+  struct fid fid;
+  struct fi_ops_av* ops;
+};
+
+struct fid_cq {
+  struct fid fid;
+  struct fi_ops_cq* ops;
+};
+
+struct fid_domain {
+  struct fid fid;
+  struct fi_ops_domain* ops;
+  struct fi_ops_mr* mr;
+};
+
+struct fid_ep {
+  struct fid fid;
+  struct fi_ops_ep* ops;
+  struct fi_ops_cm* cm;
+  struct fi_ops_msg* msg;
+  struct fi_ops_rma* rma;
+  struct fi_ops_tagged* tagged;
+  struct fi_ops_atomic* atomic;
+  struct fi_ops_collective* collective;
+};
+
+struct fid_fabric {
+  struct fid fid;
+  struct fi_ops_fabric* ops;
+  uint32_t api_version;
+};
+
 struct fid_mr {
   struct fid fid;
   void* mem_desc;
   uint64_t key;
+};
+
+struct fid_nic {
+  struct fid fid;
+  struct fi_device_attr* device_attr;
+  struct fi_bus_attr* bus_attr;
+  struct fi_link_attr* link_attr;
+  void* prov_attr;
 };
 
 struct fi_info* fi_dupinfo(const struct fi_info* info);

@@ -48,10 +48,10 @@ namespace weft {
 // clang-format off
 
 using ibv_mw_type = int;
-using ibv_node_type = int;
-using ibv_transport_type = int;
 using ibv_wc_status = int;
 using ibv_wc_opcode = int;
+using ibv_node_type = int;
+using ibv_transport_type = int;
 using ibv_atomic_cap = int;
 using ibv_port_state = int;
 using ibv_mtu = int;
@@ -118,10 +118,39 @@ constexpr int IBV_WR_RDMA_WRITE_WITH_IMM = 1;
 constexpr int IBV_WR_SEND = 2;
 constexpr int IBV_WR_RDMA_READ = 4;
 
+struct _ibv_device_ops {
+  struct ibv_context* (*_dummy1)(struct ibv_device*, int);
+  void (*_dummy2)(struct ibv_context*);
+};
+
 struct ibv_ah {
   struct ibv_context* context;
   struct ibv_pd* pd;
   uint32_t handle;
+};
+
+union ibv_gid {
+  uint8_t raw[16];
+  struct {
+    uint64_t subnet_prefix, interface_id;
+  } global;
+};
+
+struct ibv_global_route {
+  union ibv_gid dgid;
+  uint32_t flow_label;
+  uint8_t sgid_index, hop_limit, traffic_class;
+};
+
+struct ibv_ah_attr {
+  struct ibv_global_route grh;
+  uint16_t dlid;
+  uint8_t sl, src_path_bits, static_rate, is_global, port_num;
+};
+
+struct ibv_comp_channel {
+  struct ibv_context* context;
+  int fd, refcnt;
 };
 
 struct ibv_context_ops {
@@ -165,47 +194,6 @@ struct ibv_context {
   int cmd_fd, async_fd, num_comp_vectors;
   pthread_mutex_t mutex;
   void* abi_compat;
-};
-
-struct _ibv_device_ops {
-  struct ibv_context* (*_dummy1)(struct ibv_device*, int);
-  void (*_dummy2)(struct ibv_context*);
-};
-
-struct ibv_device {
-  struct _ibv_device_ops _ops;
-  ibv_node_type node_type;
-  ibv_transport_type transport_type;
-  char name[64], dev_name[64], dev_path[256], ibdev_path[256];
-};
-
-struct ibv_pd {
-  struct ibv_context* context;
-  uint32_t handle;
-};
-
-union ibv_gid {
-  uint8_t raw[16];
-  struct {
-    uint64_t subnet_prefix, interface_id;
-  } global;
-};
-
-struct ibv_global_route {
-  union ibv_gid dgid;
-  uint32_t flow_label;
-  uint8_t sgid_index, hop_limit, traffic_class;
-};
-
-struct ibv_ah_attr {
-  struct ibv_global_route grh;
-  uint16_t dlid;
-  uint8_t sl, src_path_bits, static_rate, is_global, port_num;
-};
-
-struct ibv_comp_channel {
-  struct ibv_context* context;
-  int fd, refcnt;
 };
 
 struct ibv_cq {
@@ -260,6 +248,13 @@ struct ibv_cq_init_attr_ex {
   struct ibv_pd* parent_domain;
 };
 
+struct ibv_device {
+  struct _ibv_device_ops _ops;
+  ibv_node_type node_type;
+  ibv_transport_type transport_type;
+  char name[64], dev_name[64], dev_path[256], ibdev_path[256];
+};
+
 struct ibv_device_attr {
   char fw_ver[64];
   uint64_t node_guid, sys_image_guid, max_mr_size, page_size_cap;
@@ -283,6 +278,17 @@ struct ibv_mr {
   uint32_t handle, lkey, rkey;
 };
 
+struct ibv_mw_bind_info {
+  struct ibv_mr* mr;
+  uint64_t addr, length;
+  unsigned int mw_access_flags;
+};
+
+struct ibv_pd {
+  struct ibv_context* context;
+  uint32_t handle;
+};
+
 struct ibv_port_attr {
   ibv_port_state state;
   ibv_mtu max_mtu, active_mtu;
@@ -304,16 +310,6 @@ struct ibv_qp {
   uint32_t handle, qp_num;
   ibv_qp_state state;
   ibv_qp_type qp_type;
-  pthread_mutex_t mutex;
-  pthread_cond_t cond;
-  uint32_t events_completed;
-};
-
-struct ibv_srq {
-  struct ibv_context* context;
-  void* srq_context;
-  struct ibv_pd* pd;
-  uint32_t handle;
   pthread_mutex_t mutex;
   pthread_cond_t cond;
   uint32_t events_completed;
@@ -352,17 +348,6 @@ struct ibv_recv_wr {
   struct ibv_recv_wr* next;
   struct ibv_sge* sg_list;
   int num_sge;
-};
-
-struct ibv_sge {
-  uint64_t addr;
-  uint32_t length, lkey;
-};
-
-struct ibv_mw_bind_info {
-  struct ibv_mr* mr;
-  uint64_t addr, length;
-  unsigned int mw_access_flags;
 };
 
 struct ibv_send_wr {
@@ -405,6 +390,21 @@ struct ibv_send_wr {
       uint16_t hdr_sz, mss;
     } tso;
   };
+};
+
+struct ibv_sge {
+  uint64_t addr;
+  uint32_t length, lkey;
+};
+
+struct ibv_srq {
+  struct ibv_context* context;
+  void* srq_context;
+  struct ibv_pd* pd;
+  uint32_t handle;
+  pthread_mutex_t mutex;
+  pthread_cond_t cond;
+  uint32_t events_completed;
 };
 
 struct ibv_srq_attr {

@@ -115,6 +115,11 @@ struct mlx5dv_devx_umem_in {
   int dmabuf_fd;
 };
 
+struct mlx5dv_dm {
+  void* buf;
+  uint64_t length, comp_mask, remote_va;
+};
+
 struct mlx5dv_obj {
   struct {
     struct ibv_qp* in;
@@ -146,6 +151,11 @@ struct mlx5dv_obj {
   } pd;
 };
 
+struct mlx5dv_pd {
+  uint32_t pdn;
+  uint64_t comp_mask;
+};
+
 struct mlx5dv_qp {
   uint32_t* dbrec;
   struct {
@@ -166,14 +176,6 @@ struct mlx5dv_qp {
   uint64_t tir_icm_addr;
 };
 
-struct mlx5dv_srq {
-  void* buf;
-  uint32_t* dbrec;
-  uint32_t stride, head, tail;
-  uint64_t comp_mask;
-  uint32_t srqn;
-};
-
 struct mlx5dv_rwq {
   void* buf;
   uint32_t* dbrec;
@@ -181,14 +183,12 @@ struct mlx5dv_rwq {
   uint64_t comp_mask;
 };
 
-struct mlx5dv_dm {
+struct mlx5dv_srq {
   void* buf;
-  uint64_t length, comp_mask, remote_va;
-};
-
-struct mlx5dv_pd {
-  uint32_t pdn;
+  uint32_t* dbrec;
+  uint32_t stride, head, tail;
   uint64_t comp_mask;
+  uint32_t srqn;
 };
 
 struct ibv_cq_ex* mlx5dv_create_cq(struct ibv_context* context, struct ibv_cq_init_attr_ex* cq_attr,

@@ -232,8 +232,7 @@ CallTally::UnderWay CallTally::begin(TallyOperation& operation, const CallFacts&
 
 void CallTally::end(TallyOperation& operation, const UnderWay& call, bool is_ok) {
   const uint64_t now = tally_now_ns();
-  count_up(operation.calls, 1);
-  count_up(operation.bytes, call.bytes);
+  count_one(operation, call.bytes);
   add_time(operation, now - call.began_ns);
   if (const uint64_t waited_ns = waited_for_peers_ns - call.waited_before_ns; waited_ns > 0) {
     count_up(operation.waits, 1);

@@ -61,10 +61,9 @@ RdmaDevice rdma_device(const std::string& name, int port, const std::string& sys
   return device;
 }
 
-std::string kernel_driver(const DevicePlace& place, const std::string& sysfs) {
-  if (place.pci.empty()) return "";
+std::string kernel_driver(const std::string& name, const std::string& sysfs) {
   std::error_code error;
-  const fs::path link = fs::path(sysfs) / "bus" / "pci" / "devices" / place.pci / "driver";
+  const fs::path link = fs::path(sysfs) / "class" / "infiniband" / name / "device" / "driver";
   return fs::read_symlink(link, error).filename().string();
 }
 

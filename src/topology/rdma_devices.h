@@ -24,8 +24,8 @@ struct RdmaDevice {
 // `sysfs` is another folder in tests. A device in software sits where the network interface below it does.
 RdmaDevice rdma_device(const std::string& name, int port, const std::string& sysfs = "/sys");
 
-// The kernel's driver of a device on PCIe, such as "mlx5_core"; empty where the system does not say.
-std::string kernel_driver(const DevicePlace& place, const std::string& sysfs = "/sys");
+// The kernel's driver of an RDMA device, such as "mlx5_core"; empty for one in software, and where the system does not say.
+std::string kernel_driver(const std::string& name, const std::string& sysfs = "/sys");
 
 // Below one bridge, that of the processor not counted; at the same processor; neither, or unknown.
 enum class Nearness { kSameSwitch, kSameNode, kFar };

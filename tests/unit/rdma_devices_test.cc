@@ -67,13 +67,15 @@ TEST_F(Machine, ADeviceInSoftwareSitsWhereItsInterfaceDoes) {
   EXPECT_EQ(nic.gbit_per_s, 2.5);
 }
 
-TEST_F(Machine, ADeviceHasADriver) {
-  const DevicePlace nic = rdma_device("mlx5_0", 1, root_.string()).place;
-  EXPECT_EQ(kernel_driver(nic, root_.string()), "");
-  fs::create_symlink("../../../../../bus/pci/drivers/mlx5_core",
-                     root_ / "bus/pci/devices" / nic.pci / "driver");
-  EXPECT_EQ(kernel_driver(nic, root_.string()), "mlx5_core");
-  EXPECT_EQ(kernel_driver({}, root_.string()), "");
+TEST_F(Machine, ADeviceHasADriverAndOneInSoftwareHasNot) {
+  EXPECT_EQ(kernel_driver("mlx5_0", root_.string()), "");
+  fs::create_symlink("../../bus/pci/drivers/mlx5_core",
+                     root_ / "devices/pci0000:10/0000:10:01.0/0000:11:00.0/0000:13:00.0/driver");
+  fs::create_symlink("../../bus/pci/drivers/virtio-pci",
+                     root_ / "devices/pci0000:80/0000:80:01.0/0000:82:00.0/driver");
+  EXPECT_EQ(kernel_driver("mlx5_0", root_.string()), "mlx5_core");
+  EXPECT_EQ(kernel_driver("rxe0", root_.string()), "") << "its interface's driver is another thing";
+  EXPECT_EQ(kernel_driver("mlx5_9", root_.string()), "");
 }
 
 TEST_F(Machine, ADeviceThatIsNotThereIsNowhere) {

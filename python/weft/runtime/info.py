@@ -20,6 +20,7 @@ from weft import _core
 from weft.errors import Error
 from weft.runtime import nvrtc
 from weft.runtime.machine import machine, versions
+from weft.runtime.pci import first_line
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _GIB = 2**30
@@ -159,7 +160,7 @@ def rdma_nics() -> list[dict[str, str]]:
     for device in sorted(Path("/sys/class/infiniband").glob("*")):
         port = device / "ports/1"
         facts = {"state": port / "state", "rate": port / "rate", "numa_node": device / "device/numa_node"}
-        nics.append({"name": device.name, **{name: _first_line(path) for name, path in facts.items()}})
+        nics.append({"name": device.name, **{name: first_line(path) or "?" for name, path in facts.items()}})
     return nics
 
 
@@ -169,13 +170,6 @@ def _interface() -> dict[str, str]:
         return dict(_core.rendezvous_interface())
     except Error as error:
         return {"name": "", "address": "", "why": error.one_line()}
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return "?"
 
 
 def _tables(facts: dict[str, Any]) -> list[Table | str]:

@@ -91,8 +91,7 @@ Result<Network> choose_network(const std::string& wanted, const std::string& nic
         "; this rank took {} ({}): where networks of NICs are not joined, WEFT_PROXY_NICS says which to take",
         network.nics[0].name, network.why_nics);
   }
-  const provider::Nic& nic = network.nics[0];
-  network.pace = pace_of(nic.name, kernel_driver({nic.pci, nic.numa_node}));
+  network.pace = pace_of(network.nics[0].name, kernel_driver(network.nics[0].name));
   if (config().proxy_bytes_in_flight > 0)
     network.pace.bytes_in_flight =
         std::max<uint64_t>(16, static_cast<uint64_t>(config().proxy_bytes_in_flight) / 16 * 16);
